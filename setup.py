@@ -11,7 +11,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["nemo.collections.speechlm2.vllm.salm*"]),
-    # Beyond what every vLLM brings: reading audio files, and resampling them to the checkpoint's rate.
-    install_requires=["transformers>=5.16", "soundfile", "av"],
+    # Beyond what every vLLM brings: soundfile and av read audio files, soxr brings them to the checkpoint's rate.
+    install_requires=["transformers>=5.16", "soundfile", "av", "soxr"],
     entry_points={"vllm.general_plugins": ["nemo_speechlm = nemo.collections.speechlm2.vllm.salm:register"]},
 )

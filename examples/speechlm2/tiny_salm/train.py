@@ -6,7 +6,8 @@
     python train.py --data data/train --dev data/dev --work run --out checkpoint --minutes 120
 
 One process per core computes on its own part of each batch. The loss is next-token cross-entropy + 0.5 x CTC on the
-tower (subwords) + 0.3 x the mean cross-entropy of the MTP steps. Learning rate and curriculum follow the share of the
+tower (subwords) + 0.3 x the mean cross-entropy of the MTP steps; for the first minutes CTC alone, on short utterances
+first, because a backbone learns nothing from a tower that hears nothing. Learning rate and curriculum follow the share of the
 budget that has been used, so a stop loses little: starting again with the same ``--work`` goes on from the last state.
 The weights kept are an exponential average; the best on the development set is exported to ``--out``.
 """
@@ -37,7 +38,7 @@ from torch import nn
 # What a prompt's user turn may look like around the audio; the first is the one that is evaluated.
 PROMPTS = ("Transcribe: {}", "{}", "{}\nTranscribe: ", "Transcribe the audio: {}", "{}\nTranscribe the audio: ")
 CTC_WEIGHT, MTP_WEIGHT = 0.5, 0.3
-SECONDS_PER_BATCH, UTTERANCES_PER_BATCH = 52.0, 20
+SECONDS_PER_BATCH = 52.0
 SAMPLE_RATE = 16000
 
 
@@ -113,7 +114,7 @@ class Losses(nn.Module):
         super().__init__()
         self.model, self.locator = model, locator
 
-    def forward(self, batch: dict[str, torch.Tensor], mask_rng: random.Random | None = None) -> dict[str, torch.Tensor]:
+    def forward(self, batch: dict[str, torch.Tensor], mask_rng: random.Random | None = None, ctc_only: bool = False) -> dict[str, torch.Tensor]:
         model, ids, lengths = self.model, batch["input_ids"], batch["lengths"]
         with torch.no_grad():
             features, frames = model.perception.preprocessor(batch["audio"], batch["audio_lengths"])
@@ -128,6 +129,8 @@ class Losses(nn.Module):
             blank=self.locator,
             zero_infinity=True,
         )
+        if ctc_only:
+            return {"loss": ctc, "ctc": ctc}
         embeddings = model.fuse(ids, audio, audio_lengths, self.locator)
         hidden = model.hidden(embeddings)
         rows = torch.arange(len(ids))[:, None]
@@ -178,21 +181,18 @@ def transcribe(model: TinySALM, batcher: Batcher, utterances: list[Utterance], m
     return texts
 
 
-def batches(folder: Path, progress, rank: int, ranks: int, seed: int):
-    """Endless groups of utterances of similar length, the shortest quarter of the data first, then ever more of it."""
+def batches(folder: Path, clock: dict, rank: int, ranks: int, seed: int):
+    """Endless groups of utterances of similar length: of the shortest ``clock["share"]`` of the data."""
     round_number = 0
     while True:
         pool = sorted(load_utterances(folder), key=lambda utterance: utterance.num_samples)
-        share = min(1.0, 0.25 + 0.75 * progress() / 0.2)
+        allowed = pool[: int(len(pool) * clock["share"])]
         rng = random.Random(f"{seed} {round_number}")
-        chosen = sorted(
-            rng.sample(pool[: max(1, int(len(pool) * share))], k=min(4000, int(len(pool) * share))),
-            key=lambda utterance: utterance.num_samples,
-        )
+        chosen = sorted(rng.sample(allowed, min(2000, len(allowed))), key=lambda utterance: utterance.num_samples)
         cut, batch = [], []
         for utterance in chosen:
             longest = utterance.num_samples / SAMPLE_RATE
-            if batch and (len(batch) == UTTERANCES_PER_BATCH or longest * (len(batch) + 1) > SECONDS_PER_BATCH):
+            if batch and (len(batch) == clock["utterances"] or longest * (len(batch) + 1) > SECONDS_PER_BATCH):
                 cut.append(batch)
                 batch = []
             batch.append(utterance)
@@ -219,7 +219,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
     model = TinySALM()
     batcher = Batcher(tokenizer, model)
-    losses = nn.parallel.DistributedDataParallel(Losses(model, batcher.locator), gradient_as_bucket_view=True)
+    losses = nn.parallel.DistributedDataParallel(Losses(model, batcher.locator), find_unused_parameters=True)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
@@ -234,25 +234,29 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
         optimizer.load_state_dict(state["optimizer"])
         step, used, best = state["step"], state["used"], state["best"]
     dev = load_utterances(args.dev)[: args.dev_count] if rank == 0 else []
-    clock = {"used": used}
-    stream = batches(args.data, lambda: clock["used"] / (60 * args.minutes), rank, ranks, args.seed + step)
+    clock = {"share": 0.25, "utterances": 10}
+    stream = batches(args.data, clock, rank, ranks, args.seed + step)
     rng = random.Random(f"{args.seed} {rank} {step}")
-    started, sums, last_eval, last_log = time.monotonic() - used, {}, used, (step, used)
-    while clock["used"] < 60 * args.minutes:
+    started, sums, last_eval, last_save, last_log = time.monotonic() - used, {}, used, used, (step, used)
+    while used < 60 * args.minutes:
         now = torch.tensor([time.monotonic() - started])
         dist.broadcast(now, 0)
-        clock["used"] = used = now.item()
+        used = now.item()
+        ctc_share = min(1.0, used / (60 * args.ctc_minutes))
+        ctc_only = ctc_share < 1
+        clock["share"] = min(1.0, max(0.25, 0.25 + 0.75 * (ctc_share - 0.4) / 0.5))
+        clock["utterances"] = 10 if ctc_only else 16
         share = min(1.0, used / (60 * args.minutes))
         rate = args.lr * min(1.0, (step + 1) / 400) * max(0.01, 0.5 * (1 + math.cos(math.pi * share)))
         for group in optimizer.param_groups:
             group["lr"] = rate
         model.train()
-        result = losses(batcher(next(stream), rng), rng if share > 0.15 else None)
+        result = losses(batcher(next(stream), rng), None if ctc_only else rng, ctc_only)
         result["loss"].backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if norm.isfinite():
             optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         step += 1
         if rank:
             continue
@@ -267,7 +271,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
             figures = " ".join(f"{key} {value / 50:.3f}" for key, value in sums.items())
             print(f"{used / 60:6.1f} min step {step} {pace:.2f} s/step lr {rate:.1e} {figures}", flush=True)
             sums, last_log = {}, (step, used)
-        if used - last_eval > 60 * args.eval_minutes or used >= 60 * args.minutes:
+        finished = used >= 60 * args.minutes
+        if finished or (used - last_eval > 60 * args.eval_minutes and not ctc_only):
             last_eval = used
             torch.set_num_threads(ranks)
             texts = transcribe(average, batcher, dev)
@@ -280,6 +285,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
             if wer <= best:
                 best = wer
                 export_checkpoint(average, tokenizer, args.out)
+        if finished or used - last_save > 180:
+            last_save = used
             state = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state | {"step": step, "used": used, "best": best}, state_file.with_suffix(".tmp"))
             state_file.with_suffix(".tmp").rename(state_file)
@@ -293,6 +300,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for the tokenizer and the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="folder for the exported checkpoint")
     parser.add_argument("--minutes", type=float, default=120, help="budget, counted over all restarts")
+    parser.add_argument("--ctc-minutes", type=float, default=15, help="of the budget, at its start: CTC on the tower alone")
     parser.add_argument("--eval-minutes", type=float, default=6)
     parser.add_argument("--dev-count", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1.2e-3)

@@ -54,8 +54,6 @@ class MelSpectrogram(nn.Module):
         self.register_buffer("fb", torch.tensor(filters.T[None], dtype=torch.float32))
         self.register_buffer("window", torch.hann_window(config.window_length, periodic=False, dtype=torch.float32))
 
-    @torch.autocast("cpu", enabled=False)
-    @torch.autocast("cuda", enabled=False)
     def forward(self, audio: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn clips into mel frames.
 
@@ -64,7 +62,7 @@ class MelSpectrogram(nn.Module):
             lengths: (batch,) samples per clip, each at least one hop.
 
         Returns:
-            Features (batch, samples // hop, mels) float32, zero past a clip's frames, and valid frames per clip (batch,).
+            Features (batch, samples // hop, mels) float32, zero past a clip's frames; valid frames per clip (batch,).
         """
         config = self.config
         audio = audio.float()
@@ -81,7 +79,9 @@ class MelSpectrogram(nn.Module):
             return_complex=True,
         )
         power = torch.view_as_real(spectrum).square().sum(-1)
-        features = torch.log(self.fb.float() @ power + config.log_guard).transpose(1, 2)
+        with torch.autocast(power.device.type, enabled=False):
+            energies = self.fb.float() @ power
+        features = torch.log(energies + config.log_guard).transpose(1, 2)
 
         # A centred transform gives one frame more than there are hops; NeMo does not count it.
         features = features[:, : audio.shape[1] // config.hop_length]
@@ -121,6 +121,8 @@ def _conformer(config: ConformerConfig) -> ParakeetEncoder:
             layerdrop=0.0,
             activation_dropout=0.0,
             attention_dropout=0.0,
+            # Adds scores to the mask (the dtype's lowest number) in float32; eager attention overflows in float16.
+            attn_implementation="sdpa",
         )
     )
     if config.subsampling_factor == 1:

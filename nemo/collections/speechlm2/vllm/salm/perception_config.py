@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``perception`` block of a SALM checkpoint's config.json, validated: which audio tower, and how long its output is.
+"""The ``perception`` block of a SALM checkpoint's config.json, validated: which audio tower, and how many tokens.
 
-NeMo writes one config dict per part (``preprocessor``, ``encoder``, ``modality_adapter``), each with the ``_target_`` of
-the class it configures. A field that is absent has the default of NeMo's constructor. Fields that change the result and
-are not supported here are refused by name, and so are fields this module does not know.
+NeMo writes one config dict per part (``preprocessor``, ``encoder``, ``modality_adapter``), each with the ``_target_``
+of the class it configures. A field that is absent has the default of NeMo's constructor. Fields that change the result
+and are not supported here are refused by name, and so are fields this module does not know.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ class _Field(NamedTuple):
 _MISSING = object()
 
 
-def _one_of(*values: Any) -> _Field:
-    """The first of ``values`` is NeMo's default."""
-    return _Field(values[0], lambda value: value in values, " or ".join(map(repr, values)))
-
-
-def _only(value: Any, default: Any) -> _Field:
-    """One supported value, which is not NeMo's default."""
-    return _Field(default, lambda found: found == value, repr(value))
+def _one_of(*values: Any, required: bool = False) -> _Field:
+    """The first of ``values`` is NeMo's default, unless the field is ``required``."""
+    default = _MISSING if required else values[0]
+    return _Field(default, lambda value: value in values, " or ".join(map(repr, values)))
 
 
 def _integer(default: Any = _MISSING, multiple_of: int = 1, also: tuple = ()) -> _Field:
@@ -54,7 +50,23 @@ def _number(default: Any, minimum: float = 0.0, also: tuple = ()) -> _Field:
 # Fields with no effect on inference: regularisation, execution, and arguments that NeMo itself ignores.
 _UNUSED = _Field(None, lambda value: True, "any value")
 
+# Class names are compared with these and never imported.
+_PREPROCESSOR = (
+    "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor",
+    "nemo.collections.asr.modules.audio_preprocessing.AudioToMelSpectrogramPreprocessor",
+)
+_CONFORMER = (
+    "nemo.collections.asr.modules.ConformerEncoder",
+    "nemo.collections.asr.modules.conformer_encoder.ConformerEncoder",
+)
+_IDENTITY = ("nemo.collections.speechlm2.modules.perception.IdentityConnector",)
+_PERCEPTION = (
+    "nemo.collections.speechlm2.modules.perception.AudioPerceptionModule",
+    "nemo.collections.speechlm2.modules.AudioPerceptionModule",
+)
+
 _PREPROCESSOR_FIELDS = {
+    "_target_": _one_of(*_PREPROCESSOR, required=True),
     "sample_rate": _integer(16000),
     "window_size": _number(0.02, minimum=1e-4),
     "window_stride": _number(0.01, minimum=1e-4),
@@ -72,7 +84,6 @@ _PREPROCESSOR_FIELDS = {
     "log_zero_guard_value": _number(2**-24, minimum=2**-126),
     "frame_splicing": _one_of(1),
     "exact_pad": _one_of(False),
-    "pad_value": _one_of(0),
     "mag_power": _one_of(2.0),
     "mel_norm": _one_of("slaney"),
     "use_torchaudio": _one_of(False),
@@ -80,6 +91,7 @@ _PREPROCESSOR_FIELDS = {
     "stft_conv": _one_of(False),
     "dither": _UNUSED,
     "pad_to": _UNUSED,
+    "pad_value": _UNUSED,
     "rng": _UNUSED,
     "nb_augmentation_prob": _UNUSED,
     "nb_max_freq": _UNUSED,
@@ -109,11 +121,11 @@ _CONFORMER_FIELDS = {
     "conv_context_style": _one_of("regular"),
     "use_bias": _one_of(True, False),
     "global_tokens": _one_of(0),
+    "conv_dual_mode": _one_of(False),
     "reduction_position": _UNUSED,
     "subsampling_conv_chunking_factor": _UNUSED,
     "att_context_probs": _UNUSED,
     "pos_emb_max_len": _UNUSED,
-    "conv_dual_mode": _UNUSED,
     "dropout": _UNUSED,
     "dropout_pre_encoder": _UNUSED,
     "dropout_emb": _UNUSED,
@@ -129,58 +141,47 @@ _CONFORMER_FIELDS = {
 }
 
 # The tower subsamples 8x by depthwise-separable convolutions; the adapter keeps the frame rate.
-_ENCODER_FIELDS = _CONFORMER_FIELDS | {
-    "subsampling": _only("dw_striding", "striding"),
-    "subsampling_factor": _only(8, 4),
+_ENCODER_FIELDS = {
+    "_target_": _one_of(*_CONFORMER, required=True),
+    "subsampling": _one_of("dw_striding", required=True),
+    "subsampling_factor": _one_of(8, required=True),
+} | _CONFORMER_FIELDS
+_ADAPTER_FIELDS = {
+    "_target_": _one_of(*_IDENTITY, *_CONFORMER, required=True),
+    "subsampling": _UNUSED,
+    "subsampling_factor": _one_of(1, required=True),
+} | _CONFORMER_FIELDS
+_IDENTITY_FIELDS = {"_target_": _one_of(*_IDENTITY, required=True), "d_model": _integer()}
+_PERCEPTION_FIELDS = {
+    "_target_": _one_of(None, *_PERCEPTION),
+    "target": _one_of(None, *_PERCEPTION),
+    "preprocessor": _Field(_MISSING, lambda value: isinstance(value, Mapping), "a dict"),
+    "encoder": _Field(_MISSING, lambda value: isinstance(value, Mapping), "a dict"),
+    "modality_adapter": _Field(_MISSING, lambda value: isinstance(value, Mapping), "a dict"),
+    "output_dim": _integer(),
+    "spec_augment": _UNUSED,
 }
-_ADAPTER_FIELDS = _CONFORMER_FIELDS | {"subsampling": _UNUSED, "subsampling_factor": _only(1, 4)}
-_IDENTITY_FIELDS = {"d_model": _integer()}
-
-_MEL = "AudioToMelSpectrogramPreprocessor"
-_CONFORMER = "ConformerEncoder"
-_IDENTITY = "IdentityConnector"
-_PERCEPTION = "AudioPerceptionModule"
-# Every accepted ``_target_``; nothing is imported from it.
-_TARGETS = {
-    "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor": _MEL,
-    "nemo.collections.asr.modules.audio_preprocessing.AudioToMelSpectrogramPreprocessor": _MEL,
-    "nemo.collections.asr.modules.ConformerEncoder": _CONFORMER,
-    "nemo.collections.asr.modules.conformer_encoder.ConformerEncoder": _CONFORMER,
-    "nemo.collections.speechlm2.modules.perception.IdentityConnector": _IDENTITY,
-    "nemo.collections.speechlm2.modules.perception.AudioPerceptionModule": _PERCEPTION,
-    "nemo.collections.speechlm2.modules.AudioPerceptionModule": _PERCEPTION,
-}
 
 
-def _target(config: Any, path: str, accepted: tuple[str, ...]) -> str:
-    """Class name that ``config["_target_"]`` stands for."""
-    if not isinstance(config, Mapping):
-        raise ValueError(f"{path} must be a dict with a '_target_', found {config!r}")
-    found = config.get("_target_")
-    target = _TARGETS.get(found) if isinstance(found, str) else None
-    if target not in accepted:
-        names = [name for name, kind in _TARGETS.items() if kind in accepted]
-        raise ValueError(f"{path}._target_ = {found!r} is not supported; accepted: {', '.join(names)}")
-    return target
-
-
-def _read(config: Mapping[str, Any], path: str, fields: Mapping[str, _Field]) -> dict[str, Any]:
+def _read(config: Any, path: str, fields: Mapping[str, _Field]) -> dict[str, Any]:
     """All ``fields`` with their values in ``config`` or NeMo's defaults, each checked."""
-    unknown = sorted(map(str, config.keys() - fields.keys() - {"_target_"}))
-    if unknown:
-        raise ValueError(
-            f"{path}.{unknown[0]} = {config[unknown[0]]!r} is not a known field; remove it if it does not change "
-            f"the result. Known: {', '.join(sorted(fields))}"
-        )
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{path} = {config!r} is not supported; accepted: a dict")
     values = {}
     for name, field in fields.items():
         value = config.get(name, field.default)
         if value is _MISSING:
-            raise ValueError(f"{path}.{name} is missing; accepted: {field.supported}")
+            raise ValueError(f"{path}.{name} is missing; add it: {field.supported}")
         if not field.supports(value):
-            origin = "" if name in config else " (NeMo's default for a missing field)"
+            origin = "" if name in config else " (NeMo's default, as the field is missing)"
             raise ValueError(f"{path}.{name} = {value!r}{origin} is not supported; accepted: {field.supported}")
         values[name] = value
+    for name in config:
+        if name not in fields:
+            raise ValueError(
+                f"{path}.{name} = {config[name]!r} is not a known field; remove it if it does not change the result. "
+                f"Known: {', '.join(sorted(fields))}"
+            )
     return values
 
 
@@ -204,8 +205,7 @@ class MelConfig:
     log_guard: float
 
     @classmethod
-    def from_dict(cls, config: Any, path: str) -> MelConfig:
-        _target(config, path, (_MEL,))
+    def from_dict(cls, config: Mapping[str, Any], path: str) -> MelConfig:
         values = _read(config, path, _PREPROCESSOR_FIELDS)
         rate = values["sample_rate"]
         window = int(values["window_size"] * rate)
@@ -254,8 +254,8 @@ class ConformerConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], path: str, fields: Mapping[str, _Field]) -> ConformerConfig:
-        width = config.get("d_model")
-        values = _read(config, path, fields | {"feat_out": _one_of(-1, width)})
+        values = _read(config, path, {**fields, "feat_out": _one_of(-1, config.get("d_model"))})
+        width = values["d_model"]
         if width % values["n_heads"]:
             raise ValueError(f"{path}.n_heads = {values['n_heads']} must divide d_model = {width}")
         channels = values["subsampling_conv_channels"]
@@ -289,39 +289,18 @@ class PerceptionConfig:
         Raises:
             ValueError: a field is missing, unknown, of an unsupported value, or contradicts another; it is named.
         """
-        path = "perception"
-        if not isinstance(config, Mapping):
-            raise ValueError(f"{path} must be a dict, found {config!r}")
-        if "_target_" in config:
-            _target(config, path, (_PERCEPTION,))
-        parts = _read(
-            config,
-            path,
-            {
-                "preprocessor": _Field(_MISSING, lambda value: True, "a dict"),
-                "encoder": _Field(_MISSING, lambda value: True, "a dict"),
-                "modality_adapter": _Field(_MISSING, lambda value: True, "a dict"),
-                "output_dim": _integer(),
-                "target": _UNUSED,
-                "spec_augment": _UNUSED,
-            },
-        )
-        mel = MelConfig.from_dict(parts["preprocessor"], f"{path}.preprocessor")
-        _target(parts["encoder"], f"{path}.encoder", (_CONFORMER,))
-        encoder = ConformerConfig.from_dict(parts["encoder"], f"{path}.encoder", _ENCODER_FIELDS)
-        _expect_equal(f"{path}.encoder.feat_in", encoder.feat_in, f"{path}.preprocessor.features", mel.num_mels)
+        parts = _read(config, "perception", _PERCEPTION_FIELDS)
+        mel = MelConfig.from_dict(parts["preprocessor"], "perception.preprocessor")
+        encoder = ConformerConfig.from_dict(parts["encoder"], "perception.encoder", _ENCODER_FIELDS)
+        _expect_equal("perception.encoder.feat_in", encoder.feat_in, "perception.preprocessor.features", mel.num_mels)
 
-        adapter_dict, adapter_path = parts["modality_adapter"], f"{path}.modality_adapter"
-        adapter = None
-        if _target(adapter_dict, adapter_path, (_IDENTITY, _CONFORMER)) == _CONFORMER:
-            adapter = ConformerConfig.from_dict(adapter_dict, adapter_path, _ADAPTER_FIELDS)
-            width_path, width = f"{adapter_path}.feat_in", adapter.feat_in
+        adapter, path = None, "perception.modality_adapter"
+        if parts["modality_adapter"].get("_target_") in _IDENTITY:
+            width = _read(parts["modality_adapter"], path, _IDENTITY_FIELDS)["d_model"]
+            _expect_equal(f"{path}.d_model", width, "perception.encoder.d_model", encoder.hidden_size)
         else:
-            width_path, width = (
-                f"{adapter_path}.d_model",
-                _read(adapter_dict, adapter_path, _IDENTITY_FIELDS)["d_model"],
-            )
-        _expect_equal(width_path, width, f"{path}.encoder.d_model", encoder.hidden_size)
+            adapter = ConformerConfig.from_dict(parts["modality_adapter"], path, _ADAPTER_FIELDS)
+            _expect_equal(f"{path}.feat_in", adapter.feat_in, "perception.encoder.d_model", encoder.hidden_size)
         return cls(mel=mel, encoder=encoder, adapter=adapter, output_dim=parts["output_dim"])
 
     @property

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target model: audio tower and backbone, fused at the placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces import (
+    HasInnerState,
+    IsHybrid,
+    MultiModalEmbeddings,
+    SupportsMambaPrefixCaching,
+    SupportsMultiModal,
+    SupportsPP,
+)
+from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
+from vllm.model_executor.models.utils import _merge_multimodal_embeddings, init_vllm_registered_model, maybe_prefix
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
+
+from nemo.collections.speechlm2.vllm.salm import platform_cpu
+from nemo.collections.speechlm2.vllm.salm.audio import (
+    SALMDummyInputsBuilder,
+    SALMProcessingInfo,
+    SALMProcessor,
+)
+from nemo.collections.speechlm2.vllm.salm.config import NeMoSpeechLMConfig
+from nemo.collections.speechlm2.vllm.salm.perception import AudioPerception
+from nemo.collections.speechlm2.vllm.salm.weights import (
+    NAME_RULES,
+    NEMOTRON_H_RULES,
+    SALMLoader,
+    VocabularyPadding,
+)
+
+
+def fuse_embeddings(
+    input_ids: torch.Tensor,
+    embed: Callable[[torch.Tensor], torch.Tensor],
+    multimodal_embeddings: MultiModalEmbeddings | None,
+    is_multimodal: torch.Tensor | None,
+) -> torch.Tensor:
+    """Token embeddings with the audio embeddings in the placeholders' places, for target and draft alike.
+
+    Args:
+        input_ids: (tokens,) of a batch of requests; a placeholder's may be one that the table has no row for.
+        embed: the embedding table's lookup, (tokens,) -> (tokens, hidden).
+        multimodal_embeddings: per audio (placeholders, hidden), in the placeholders' order; None or empty for text.
+        is_multimodal: (tokens,) bool, true at the placeholders; needed with embeddings.
+
+    Raises:
+        ValueError: there are embeddings but no mask, or more or fewer rows than placeholders.
+    """
+    if is_multimodal is not None:
+        input_ids = input_ids.masked_fill(is_multimodal.to(input_ids.device, non_blocking=True), 0)
+    embeddings = embed(input_ids)
+    if multimodal_embeddings is None or len(multimodal_embeddings) == 0:
+        return embeddings
+    if is_multimodal is None:
+        raise ValueError("is_multimodal is None although there are audio embeddings; it must mark their places.")
+    # vLLM's merge would spread a single row over all places.
+    if sum(map(len, multimodal_embeddings)) == 1 and (places := int(is_multimodal.sum())) != 1:
+        raise ValueError(f"there is 1 audio embedding for {places} placeholders; expected one for each.")
+    return _merge_multimodal_embeddings(embeddings, multimodal_embeddings, is_multimodal)
+
+
+@MULTIMODAL_REGISTRY.register_processor(SALMProcessor, info=SALMProcessingInfo, dummy_inputs=SALMDummyInputsBuilder)
+class NeMoSpeechLMForConditionalGeneration(
+    nn.Module, SupportsMultiModal, SupportsPP, HasInnerState, IsHybrid, SupportsMambaPrefixCaching
+):
+    """A SALM: the tower's embeddings of the audios take the placeholders' places among the backbone's token embeddings.
+
+    Being hybrid is a property of the backbone: ``NeMoSpeechLMConfig.layer_types`` tells vLLM when this one is not.
+    """
+
+    hf_to_vllm_mapper = NAME_RULES
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config: NeMoSpeechLMConfig = vllm_config.model_config.hf_config
+        self.config = config
+        if current_platform.is_cpu() and config.is_hybrid and vllm_config.speculative_config is not None:
+            platform_cpu.install()
+        with self._mark_tower_model(vllm_config, "audio"):
+            self.perception = AudioPerception(config.perception_config).eval()
+        with self._mark_language_model(vllm_config):
+            self.language_model = init_vllm_registered_model(
+                vllm_config, hf_config=config.text_config, prefix=maybe_prefix(prefix, "language_model")
+            )
+        self.padding = VocabularyPadding(config.text_config.vocab_size)
+        self.make_empty_intermediate_tensors = self.language_model.make_empty_intermediate_tensors
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        """The text that stands for an audio in a chat message, where the chat template leaves that to vLLM."""
+        return NeMoSpeechLMConfig.chat_placeholder if modality == "audio" else None
+
+    # The state of the backbone; every hybrid one we accept is a NemotronH.
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> Any:
+        return NemotronHForCausalLM.get_mamba_state_dtype_from_config(_backbone_view(vllm_config))
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Any:
+        return NemotronHForCausalLM.get_mamba_state_shape_from_config(_backbone_view(vllm_config))
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> Any:
+        return NemotronHForCausalLM.get_mamba_state_copy_func()
+
+    def embed_multimodal(
+        self, audio: list[torch.Tensor] | torch.Tensor | None = None, **_: Any
+    ) -> MultiModalEmbeddings:
+        """Encode a batch of audios in one pass of the tower.
+
+        Args:
+            audio: per audio (samples,) float32 at the tower's rate.
+
+        Returns:
+            per audio (tokens, hidden) in the model's dtype.
+        """
+        if audio is None:
+            return []
+        chunks = [self.config.audio_chunks(len(samples)) for samples in audio]
+        pieces = [piece for samples, sizes in zip(audio, chunks, strict=True) for piece in samples.split(sizes)]
+        lengths = torch.tensor([len(piece) for piece in pieces], device=pieces[0].device)
+        embeddings, _ = self.perception(pad_sequence(pieces, batch_first=True), lengths)
+        # Counted on the host, which so waits for no device.
+        count = self.config.perception_config.num_tokens
+        valid = iter([rows[: count(len(piece))] for rows, piece in zip(embeddings, pieces, strict=True)])
+        return tuple(torch.cat([next(valid) for _ in sizes]) for sizes in chunks)
+
+    def embed_input_ids(
+        self,
+        input_ids: torch.Tensor,
+        multimodal_embeddings: MultiModalEmbeddings | None = None,
+        *,
+        is_multimodal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(tokens,) ids -> (tokens, hidden) embeddings; see ``fuse_embeddings``."""
+        # A locator that came without its audio is text, and may lie beyond the table.
+        input_ids = input_ids.clamp(max=self.padding.table_rows - 1)
+        return fuse_embeddings(input_ids, self.language_model.embed_input_ids, multimodal_embeddings, is_multimodal)
+
+    get_input_embeddings = embed_input_ids  # the older name
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor | IntermediateTensors:
+        """The backbone's hidden states (tokens, hidden), or what the next pipeline stage needs."""
+        if intermediate_tensors is not None:
+            inputs_embeds = None
+        return self.language_model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Logits (tokens, table rows), -inf in the rows that the checkpoint does not hold."""
+        return self.padding.mask(self.language_model.compute_logits(hidden_states))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load a checkpoint's (name, tensor) pairs; each is loaded, set aside on purpose, or an error by name."""
+        rules = NAME_RULES | NEMOTRON_H_RULES if self.config.is_hybrid else NAME_RULES
+        return SALMLoader(self, self.padding, rules).load(weights)
+
+
+def _backbone_view(vllm_config: VllmConfig) -> VllmConfig:
+    return vllm_config.with_hf_config(vllm_config.model_config.hf_config.text_config)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft: a SALM checkpoint's MTP head, run by vLLM's ``NemotronHMTP`` on the same fused embeddings as the target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from nemo.collections.speechlm2.vllm.salm.model import fuse_embeddings
+from nemo.collections.speechlm2.vllm.salm.weights import VocabularyPadding
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
+from vllm.model_executor.models.interfaces import MultiModalEmbeddings
+from vllm.model_executor.models.nemotron_h_mtp import NemotronHMTP
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+
+
+class NeMoSpeechLMMTP(NemotronHMTP):
+    # Without this flag vLLM drafts from the placeholders' token embeddings, and acceptance on audio collapses.
+    supports_multimodal_embeddings = True
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "llm.mtp.layers.": "model.layers.",
+            "llm.model.embed_tokens.": "model.embed_tokens.",
+            "embed_tokens.": "model.embed_tokens.",
+        },
+        orig_to_new_stacked={
+            ".q_proj": (".qkv_proj", "q"),
+            ".k_proj": (".qkv_proj", "k"),
+            ".v_proj": (".qkv_proj", "v"),
+        },
+        orig_to_new_substr={"._extra_state": None},
+    )
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.padding = VocabularyPadding(self.config.vocab_size)
+
+    def embed_input_ids(
+        self,
+        input_ids: torch.Tensor,
+        multimodal_embeddings: MultiModalEmbeddings | None = None,
+        *,
+        is_multimodal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return fuse_embeddings(input_ids, self.model.embed_tokens, multimodal_embeddings, is_multimodal)
+
+    get_input_embeddings = embed_input_ids
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        return self.padding.mask(super().compute_logits(hidden_states))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load all of ``llm.mtp.*``; the embedding table and the head are the target's.
+
+        Raises:
+            ValueError: a tensor of ``llm.mtp.*`` has no place in one physical head, or one of the head's is missing.
+        """
+        # vLLM shares the target's table with the draft, but for pipeline stages, which do not hold it.
+        needs_table = get_pp_group().world_size > 1
+        shared = ("lm_head.",) if needs_table else ("lm_head.", "model.embed_tokens.")
+        mine = self._own(self.padding.pad(weights), needs_table)
+        loaded = AutoWeightsLoader(self).load_weights(mine, mapper=self.hf_to_vllm_mapper)
+        loaded |= {name for name, _ in self.named_parameters() if name.startswith(shared)}
+        missing = {name for name, _ in self.named_parameters()} - loaded
+        if missing:
+            raise ValueError(
+                f"The checkpoint's MTP head lacks {len(missing)} parameters: {', '.join(sorted(missing))}. Export "
+                "llm.mtp.* completely, or set mtp.enabled to false to serve without a draft."
+            )
+        return loaded
+
+    def _own(self, weights: Iterable[tuple[str, torch.Tensor]], needs_table: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        steps = self.model.pattern_len
+        for name, tensor in weights:
+            if name.startswith("llm.mtp."):
+                index = re.match(r"llm\.mtp\.layers\.(\d+)\.", name)
+                if index is None or int(index.group(1)) >= steps:
+                    raise ValueError(
+                        f"{name} is not of the one physical MTP head that vLLM executes: the pattern "
+                        f"{self.model.pattern_str!r} has the modules llm.mtp.layers.0 to {steps - 1}. Heads with weights of "
+                        "their own are not supported; train with use_repeated_layer true, or set mtp.enabled to false to "
+                        "serve without a draft."
+                    )
+                yield name, tensor
+            elif needs_table and self.hf_to_vllm_mapper.map_name(name) == "model.embed_tokens.weight":
+                yield name, tensor

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real vLLM engine in this process, on random checkpoints and on the trained one."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from random_checkpoints import LOCATOR, TEST_SET, TRAINED, VOCAB_SIZE, build_modules, noise, prompt
+from vllm import SamplingParams
+
+ROWS = VOCAB_SIZE + 1
+LOCATOR_ID = VOCAB_SIZE
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+# Mixed lengths, several audios to a prompt, none at all.
+REQUESTS: list[tuple[str, list[np.ndarray]]] = [
+    (prompt("say "), [noise(16_000)]),
+    (prompt("a longer text to begin with: "), [noise(320, 1)]),
+    (f"<|im_start|>user\n{LOCATOR} and then {LOCATOR}?<|im_end|>\n", [noise(23_457, 2), noise(8_000, 3)]),
+    (prompt("only text", 0), []),
+    (prompt("", 3), [noise(5_000, 4), noise(5_000, 4), noise(40_000, 5)]),
+    (prompt("long "), [noise(160_000, 6)]),
+]
+
+
+def as_vllm(text: str, audios: list[np.ndarray]) -> dict:
+    return {"prompt": text, "multi_modal_data": {"audio": audios}} if audios else {"prompt": text}
+
+
+def generate(llm, requests, params=GREEDY) -> list[tuple[int, ...]]:
+    outputs = llm.generate(requests, params, use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+@torch.no_grad()
+def reference(backbone: str, tokenizer, requests) -> list[tuple[int, ...]]:
+    """Greedy tokens by transformers' own backbone, over the tower's embeddings put in place of the locators."""
+    llm, tower = build_modules(backbone)
+    for module in llm.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))  # the engine does not clamp the step
+    results = []
+    for text, audios in requests:
+        ids = tokenizer.encode(text)
+        rows = llm.get_input_embeddings()(torch.tensor(ids))
+        parts, start = [], 0
+        for place, audio in zip([i for i, x in enumerate(ids) if x == LOCATOR_ID], audios, strict=True):
+            encoded, _ = tower(torch.from_numpy(audio)[None], torch.tensor([len(audio)]))
+            parts += [rows[start:place], encoded[0]]
+            start = place + 1
+        fused = torch.cat([*parts, rows[start:]])[None]
+        tokens: list[int] = []
+        while len(tokens) < GREEDY.max_tokens:
+            tokens.append(int(llm(inputs_embeds=fused, use_cache=False).logits[0, -1].argmax()))
+            fused = torch.cat([fused, llm.get_input_embeddings()(torch.tensor([[tokens[-1]]]))], dim=1)
+        results.append(tuple(tokens))
+    return results
+
+
+@pytest.fixture(scope="module", params=["nemotron_h", "qwen3"])
+def llm(request, engine, checkpoint):
+    llm = engine(checkpoint(request.param), dtype="float32")
+    llm.backbone = request.param
+    return llm
+
+
+def test_hybrid_only_where_the_backbone_is(llm):
+    assert llm.llm_engine.model_config.is_hybrid is (llm.backbone == "nemotron_h")
+
+
+def test_greedy_tokens_are_those_of_transformers(llm):
+    """One batch of everything; equal tokens mean equal fusion, tower, backbone, state and masking."""
+    expected = reference(llm.backbone, llm.get_tokenizer(), REQUESTS)
+    assert generate(llm, [as_vllm(*request) for request in REQUESTS]) == expected
+    assert len(set(expected)) == len(expected)
+
+
+def test_alone_and_again_give_the_same(llm):
+    """Neither the batch nor what processor, encoder and prefix caches remember changes a token."""
+    together = generate(llm, [as_vllm(*request) for request in REQUESTS])
+    assert [generate(llm, [as_vllm(*request)])[0] for request in REQUESTS] == together
+
+
+def test_audio_is_heard(llm):
+    texts = {generate(llm, [as_vllm(prompt("say "), [noise(16_000, seed)])])[0] for seed in range(4)}
+    assert len(texts) == 4
+
+
+def test_order_of_audios_matters(llm):
+    text, (first, second) = REQUESTS[2]
+    assert len(set(generate(llm, [as_vllm(text, [first, second]), as_vllm(text, [second, first])]))) == 2
+
+
+def test_token_ids_stand_for_text(llm):
+    ids = llm.get_tokenizer().encode(REQUESTS[2][0])
+    request = {"prompt_token_ids": ids, "multi_modal_data": {"audio": REQUESTS[2][1]}}
+    assert generate(llm, [request]) == generate(llm, [as_vllm(*REQUESTS[2])])
+
+
+def wav(samples: np.ndarray, rate: int = 16_000, subtype: str = "FLOAT") -> str:
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="WAV", subtype=subtype)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_chat_is_the_template_around_the_locators(llm):
+    first, second = noise(16_000), noise(9_000, 1)
+    content = [
+        {"type": "text", "text": "say "},
+        {"type": "input_audio", "input_audio": {"data": wav(first), "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{wav(second)}"}},
+    ]
+    (output,) = llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
+    assert [tuple(output.outputs[0].token_ids)] == generate(llm, [as_vllm(prompt("say ", 2), [first, second])])
+
+
+def test_any_rate_and_channel(llm):
+    """An audio at another rate and in stereo is the audio that vLLM's parser makes of it."""
+    audio = noise(8_000, 7)
+    stereo = np.stack([audio, audio], axis=1)
+    mono, both, integers = generate(
+        llm,
+        [
+            as_vllm(prompt(""), [(audio, 8_000)]),
+            as_vllm(prompt(""), [(stereo, 8_000)]),
+            as_vllm(prompt(""), [((audio * 2**31).astype(np.int32), 8_000)]),
+        ],
+    )
+    assert mono == both == integers
+
+
+BAD = {
+    "empty": (prompt(""), [np.zeros(0, np.float32)], "empty"),
+    "NaN": (prompt(""), [np.full(16_000, np.nan, np.float32)], "NaN"),
+    "infinite": (prompt(""), [np.full(16_000, np.inf, np.float32)], "infinite"),
+    "one frame": (prompt(""), [noise(319)], "too short"),
+    "no locator": (prompt("", 0), [noise(16_000)], "0 audio locators"),
+    "too many locators": (prompt("", 2), [noise(16_000)], "2 audio locators"),
+    "too few locators": (prompt("", 1), [noise(16_000), noise(16_000)], "1 audio locators"),
+    "longer than the context": (prompt(""), [noise(1_600_000)], "(?i)max.*len"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_request_is_refused_and_the_engine_lives(llm, bad):
+    good = [as_vllm(*REQUESTS[0])]
+    before = generate(llm, good)
+    text, audios, message = BAD[bad]
+    with pytest.raises(ValueError, match=message):
+        llm.generate([as_vllm(text, audios)], GREEDY, use_tqdm=False)
+    assert generate(llm, good) == before
+
+
+def test_padded_rows_are_never_sampled(llm):
+    """Hot enough that every row is drawn sooner or later, if it can be."""
+    params = SamplingParams(temperature=100.0, max_tokens=200, ignore_eos=True, n=8, seed=1)
+    (output,) = llm.generate([as_vllm(*REQUESTS[0])], params, use_tqdm=False)
+    drawn = {token for completion in output.outputs for token in completion.token_ids}
+    assert max(drawn) < ROWS
+    assert len(drawn) > 0.9 * ROWS
+
+
+def test_chunked_prefill_splits_an_audio(engine, checkpoint):
+    """A step of 64 tokens takes the 125 placeholders of one audio in pieces."""
+    llm = engine(checkpoint("nemotron_h"), dtype="float32", max_num_batched_tokens=192, enable_prefix_caching=False)
+    requests = [REQUESTS[5], REQUESTS[2], REQUESTS[5]]
+    expected = reference("nemotron_h", llm.get_tokenizer(), requests)
+    assert generate(llm, [as_vllm(*request) for request in requests]) == expected
+
+
+# --- the trained checkpoint
+
+trained = pytest.mark.skipif(
+    not (TRAINED / "model.safetensors").exists(), reason="the tiny checkpoint is not there yet"
+)
+
+
+def test_set() -> list[tuple[str, np.ndarray]]:
+    entries = [json.loads(line) for line in TEST_SET.read_text().splitlines()]
+    return [(e["text"], soundfile.read(TEST_SET.parent / e["audio_filepath"], dtype="float32")[0]) for e in entries]
+
+
+test_set.__test__ = False  # a name for people, not for pytest
+
+
+def words(text: str) -> list[str]:
+    return re.sub(r"[^a-z' ]", "", text.lower()).split()
+
+
+def num_errors(reference: list[str], hypothesis: list[str]) -> int:
+    """Word edit distance."""
+    row = list(range(len(hypothesis) + 1))
+    for i, word in enumerate(reference, 1):
+        above, row = row, [i]
+        for j, other in enumerate(hypothesis, 1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (word != other)))
+    return row[-1]
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def trained_llm(request, engine):
+    return engine(TRAINED, dtype=request.param)
+
+
+@trained
+def test_real_speech_becomes_text(trained_llm):
+    """All bundled recordings in one batch, by the checkpoint's own chat template."""
+    audios = test_set()
+    chats = [
+        [{"role": "user", "content": [
+            {"type": "text", "text": "Transcribe: "},
+            {"type": "input_audio", "input_audio": {"data": wav(audio), "format": "wav"}},
+        ]}]
+        for _, audio in audios
+    ]  # fmt: skip
+    outputs = trained_llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=128), use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(output.outputs[0].finish_reason == "stop" for output in outputs)
+    errors = sum(num_errors(words(text), words(heard)) for (text, _), heard in zip(audios, texts, strict=True))
+    total = sum(len(words(text)) for text, _ in audios)
+    assert errors <= 0.1 * total, list(zip([text for text, _ in audios], texts, strict=True))
+
+
+@trained
+def test_real_speech_at_the_wrong_rate_and_in_stereo(trained_llm):
+    text, audio = min(test_set(), key=lambda entry: len(entry[1]))
+    doubled = np.repeat(audio, 2)  # 32 kHz, roughly
+    message = "<|im_start|>user\nTranscribe: <|audio|><|im_end|>\n<|im_start|>assistant\n"
+    request = {"prompt": message, "multi_modal_data": {"audio": (np.stack([doubled, doubled]), 32_000)}}
+    (output,) = trained_llm.generate([request], SamplingParams(temperature=0.0, max_tokens=128), use_tqdm=False)
+    heard = words(output.outputs[0].text)
+    assert num_errors(words(text), heard) <= 1, (text, heard)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names, padding and ties; and that every tensor is loaded, set aside on purpose, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_checkpoints import VOCAB_SIZE, build_tensors
+from torch import nn
+
+from nemo.collections.speechlm2.vllm.salm.config import NUM_EXTRA_ROWS
+from nemo.collections.speechlm2.vllm.salm.weights import NAME_RULES, NEMOTRON_H_RULES, VocabularyPadding
+
+ROWS = VOCAB_SIZE + 1
+TABLE = VOCAB_SIZE + NUM_EXTRA_ROWS
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint, build_model):
+    return {name: build_model(checkpoint(name), load=False, dtype="float32") for name in ("nemotron_h", "qwen3")}
+
+
+def reload(model: nn.Module, tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Load into a model whose weights were wiped, so that nothing is right by chance."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    return model.load_weights(iter(tensors.items()))
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llm.model.embed_tokens.weight", "language_model.model.embed_tokens.weight"),
+        ("embed_tokens.weight", "language_model.model.embed_tokens.weight"),
+        ("llm.lm_head.weight", "language_model.lm_head.weight"),
+        ("llm.model.layers.3.mixer._fp32_params.A_log", "language_model.model.layers.3.mixer.A_log"),
+        ("llm.model.layers.3.mixer.dt_bias", "language_model.model.layers.3.mixer.dt_bias"),
+        ("perception.proj.weight", "perception.proj.weight"),
+        ("perception.preprocessor.featurizer.fb", "perception.preprocessor.fb"),
+        ("perception.encoder.pre_encode.conv.0.weight", "perception.encoder.subsampling.layers.0.weight"),
+        ("perception.encoder.pre_encode.out.bias", "perception.encoder.subsampling.linear.bias"),
+        ("perception.encoder.layers.1.self_attn.linear_pos.weight",
+         "perception.encoder.layers.1.self_attn.relative_k_proj.weight"),
+        ("perception.encoder.layers.1.self_attn.pos_bias_u", "perception.encoder.layers.1.self_attn.bias_u"),
+        ("perception.encoder.layers.1.conv.batch_norm.bias", "perception.encoder.layers.1.conv.norm.bias"),
+        ("llm.mtp.layers.0.mixer.q_proj.weight", None),
+        ("llm.mtp.layers.0.enorm.weight", None),
+        ("llm.model.layers.0.self_attn.q_proj._extra_state", None),
+        ("perception.encoder._extra_state", None),
+    ],
+)  # fmt: skip
+def test_name_rules(name, expected):
+    assert NAME_RULES.map_name(name) == expected
+
+
+def test_last_norm_of_a_nemotron_h():
+    rules = NAME_RULES | NEMOTRON_H_RULES
+    assert rules.map_name("llm.model.norm.weight") == "language_model.model.norm_f.weight"
+    assert NAME_RULES.map_name("llm.model.norm.weight") == "language_model.model.norm.weight"
+    assert rules.map_name("llm.model.layers.0.norm.weight") == "language_model.model.layers.0.norm.weight"
+
+
+# --- padding
+
+
+def test_padding_streams_and_appends_zeros():
+    drawn = []
+
+    def stream():
+        for name in ("llm.model.embed_tokens.weight", "llm.model.norm.weight", "llm.lm_head.weight"):
+            drawn.append(name)
+            yield name, torch.ones(5, 2)
+
+    padding = VocabularyPadding(8)
+    padded = padding.pad(stream())
+    assert not drawn
+    name, table = next(padded)
+    assert len(drawn) == 1
+    assert table.tolist() == [[1, 1]] * 5 + [[0, 0]] * 3
+    assert padding.checkpoint_rows == 5
+    assert [tuple(t.shape) for _, t in padded] == [(5, 2), (8, 2)]
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "llm.model.embed_tokens.weight", "llm.lm_head.weight"])
+def test_too_many_rows_are_refused(models, name):
+    tensors = build_tensors("qwen3")
+    tensors.pop("llm.model.embed_tokens.weight" if "embed" in name else name)
+    with pytest.raises(ValueError, match=rf"{name} has {TABLE + 1} rows.*at most {TABLE}.*vocab_size"):
+        reload(models["qwen3"], {**tensors, name: torch.zeros(TABLE + 1, 64)})
+
+
+@pytest.mark.parametrize("rows", [VOCAB_SIZE, ROWS, TABLE])
+def test_any_number_of_rows_up_to_the_table(models, rows):
+    tensors = build_tensors("qwen3")
+    for name in ("llm.model.embed_tokens.weight", "llm.lm_head.weight"):
+        tensors[name] = torch.randn(rows, 64)
+    model = models["qwen3"]
+    reload(model, tensors)
+    logits = model.padding.mask(torch.zeros(3, TABLE))
+    assert logits[:, :rows].isfinite().all()
+    assert (logits[:, rows:] == -torch.inf).all()
+    assert (model.language_model.model.embed_tokens.weight[rows:TABLE] == 0).all()
+
+
+# --- whole checkpoints
+
+
+@pytest.mark.parametrize("backbone", ["nemotron_h", "qwen3"])
+def test_everything_is_loaded_and_mtp_set_aside(models, backbone):
+    model = models[backbone]
+    tensors = build_tensors(backbone)
+    loaded = reload(model, tensors)
+    assert loaded >= {name for name, _ in model.named_parameters()}
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not any("mtp" in name for name in loaded)
+    assert any(name.startswith("llm.mtp.") for name in tensors) is (backbone == "nemotron_h")
+
+
+def test_statistics_and_mel_buffers_are_loaded(models):
+    tensors = build_tensors()
+    name = "perception.encoder.layers.1.conv.batch_norm.running_mean"
+    tensors[name] = torch.full_like(tensors[name], 7.0)
+    tensors["perception.preprocessor.featurizer.window"] = torch.full((400,), 0.25)
+    reload(models["nemotron_h"], tensors)
+    perception = models["nemotron_h"].perception
+    assert (perception.encoder.layers[1].conv.norm.running_mean == 7).all()
+    assert (perception.preprocessor.window == 0.25).all()
+
+
+@pytest.mark.parametrize("order", ["reversed", "shuffled"])
+def test_order_does_not_matter(models, order):
+    model, tensors = models["nemotron_h"], build_tensors()
+    reload(model, tensors)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names = list(tensors)[::-1]
+    if order == "shuffled":
+        names = [names[i] for i in torch.randperm(len(names), generator=torch.Generator().manual_seed(0))]
+    reload(model, {name: tensors[name] for name in names})
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("backbone", ["nemotron_h", "qwen3"])
+def test_embedding_table_outside_the_llm(models, backbone):
+    tensors = build_tensors(backbone)
+    table = tensors.pop("llm.model.embed_tokens.weight")
+    reload(models[backbone], {**tensors, "embed_tokens.weight": table})
+    torch.testing.assert_close(models[backbone].language_model.model.embed_tokens.weight[:ROWS], table)
+
+
+@pytest.mark.parametrize("absent", ["llm.model.embed_tokens.weight", "llm.lm_head.weight"])
+@pytest.mark.parametrize("backbone", ["nemotron_h", "qwen3"])
+def test_one_table_stands_for_the_other(models, backbone, absent):
+    tensors = build_tensors(backbone)
+    tensors.pop(absent)
+    (present,) = {"llm.model.embed_tokens.weight", "llm.lm_head.weight"} & set(tensors)
+    model = models[backbone]
+    reload(model, tensors)
+    for table in (model.language_model.model.embed_tokens, model.language_model.lm_head):
+        torch.testing.assert_close(table.weight[:ROWS], tensors[present])
+    assert model.padding.checkpoint_rows == ROWS
+
+
+def test_automodels_float32_holders_and_extra_states(models):
+    tensors = {
+        name.replace(".A_log", "._fp32_params.A_log").replace(".dt_bias", "._fp32_params.dt_bias"): tensor
+        for name, tensor in build_tensors().items()
+    }
+    assert any("._fp32_params." in name for name in tensors)
+    tensors["llm.model.layers.0.mixer.in_proj._extra_state"] = torch.zeros(0)
+    reload(models["nemotron_h"], tensors)
+    mixer = models["nemotron_h"].language_model.model.layers[0].mixer
+    expected = -build_tensors()["llm.model.layers.0.mixer.A_log"].exp()
+    torch.testing.assert_close(mixer.A.flatten(), expected)
+
+
+# --- refusals: all names in one message
+
+STRAY = [
+    "llm.model.layers.9.norm.weight",
+    "llm.model.layers.0.mixer.in_proj.bias",  # vLLM's loader would pass over it in silence
+    "llm.model.layers.0.surprise.weight",
+    "llm.mtp_head.weight",
+    "perception.encoder.layers.0.norm_extra.bias",
+    "perception.encoder.layers.7.self_attn.linear_q.weight",
+    "perception.modality_adapter.layers.0.conv.batch_norm.weight",
+    "something.else",
+]
+
+
+def test_every_unmatched_name_is_listed(models):
+    with pytest.raises(ValueError, match="fit nothing") as refusal:
+        reload(models["nemotron_h"], {**build_tensors(), **{name: torch.zeros(1) for name in STRAY}})
+    listed = str(refusal.value)
+    assert all(name in listed for name in STRAY)
+    assert "unloaded" not in listed
+
+
+@pytest.mark.parametrize("backbone", ["nemotron_h", "qwen3"])
+@pytest.mark.parametrize("name", ["llm.model.layers.0.bias", "perception.proj.weight.bias", "proj.bias"])
+def test_one_stray_bias_is_refused(models, backbone, name):
+    with pytest.raises(ValueError, match=rf"fit nothing in the model: {name}\b"):
+        reload(models[backbone], {**build_tensors(backbone), name: torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"),
+    [
+        ("llm.model.norm.weight", "language_model.model.norm_f.weight"),
+        ("llm.model.layers.0.mixer.A_log", "language_model.model.layers.0.mixer.A"),
+        ("perception.proj.bias", "perception.proj.bias"),
+        (
+            "perception.encoder.layers.0.conv.batch_norm.running_var",
+            "perception.encoder.layers.0.conv.norm.running_var",
+        ),
+        ("perception.encoder.layers.1.self_attn.pos_bias_v", "perception.encoder.layers.1.self_attn.bias_v"),
+    ],
+)  # fmt: skip
+def test_a_missing_tensor_is_named(models, name, listed):
+    tensors = build_tensors()
+    tensors.pop(name)
+    with pytest.raises(ValueError, match="unloaded: ") as refusal:
+        reload(models["nemotron_h"], tensors)
+    assert f"unloaded: {listed}. " in str(refusal.value)
+
+
+def test_missing_and_unmatched_are_listed_together(models):
+    tensors = build_tensors()
+    del tensors["perception.proj.weight"], tensors["llm.model.layers.1.norm.weight"]
+    with pytest.raises(ValueError, match="fit nothing") as refusal:
+        reload(models["nemotron_h"], {**tensors, "stray.weight": torch.zeros(1)})
+    for name in ("stray.weight", "perception.proj.weight", "language_model.model.layers.1.norm.weight"):
+        assert name in str(refusal.value)
+
+
+def test_no_tables_at_all_are_named(models):
+    tensors = {k: v for k, v in build_tensors().items() if "embed_tokens" not in k and "lm_head" not in k}
+    with pytest.raises(ValueError, match=r"unloaded: language_model.lm_head.weight, .*embed_tokens.weight"):
+        reload(models["nemotron_h"], tensors)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "perception.proj.weight",
+        "perception.encoder.layers.0.self_attn.linear_q.weight",
+        "llm.model.layers.0.mixer.in_proj.weight",
+        "llm.model.layers.2.mixer.q_proj.weight",
+        "llm.model.norm.weight",
+    ],
+)
+def test_a_misshapen_tensor_is_named(models, name):
+    tensors = build_tensors()
+    tensors[name] = torch.zeros([size + 1 for size in tensors[name].shape])
+    with pytest.raises(ValueError, match=rf"tensor {name} \({len(tensors[name])}, ?.*does not fit"):
+        reload(models["nemotron_h"], tensors)
+
+
+def test_the_tower_may_be_left_out(checkpoint, build_model):
+    """With audio switched off vLLM builds no tower; its tensors are no error then."""
+    model = build_model(checkpoint("qwen3"), dtype="float32", limit_mm_per_prompt={"audio": 0})
+    assert not any(name.startswith("perception.") for name, _ in model.named_parameters())
