@@ -56,12 +56,12 @@ def server(checkpoint: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}/v1"
         except Exception:
             log.seek(0)
-            print("The end of the server's log:", *log.read().splitlines()[-40:], sep="\n")
+            print("The end of the server's log:", *log.read().splitlines()[-100:], sep="\n")
             raise
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=30)
+                process.wait(timeout=10)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

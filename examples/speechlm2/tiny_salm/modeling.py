@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from sentences import VOCABULARY
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import NemotronHConfig, NemotronHForCausalLM
@@ -228,7 +229,7 @@ class TinySALM(nn.Module):
             if isinstance(module, modeling_nemotron_h.NemotronHMamba2Mixer):
                 module.time_step_limit = (0.0, float("inf"))  # the engine does not clamp the step size
         self.mtp = MTPHead(config)
-        self.ctc = nn.Linear(HIDDEN_SIZE, VOCAB_SIZE + 1)
+        self.ctc = nn.Linear(HIDDEN_SIZE, len(VOCABULARY) + 1)  # of whole words, and the blank
 
     def fuse(self, input_ids: torch.Tensor, audio: torch.Tensor, audio_lengths: torch.Tensor, locator: int):
         """Token embeddings (b, l, d) with the tower's rows at the locators, in order."""

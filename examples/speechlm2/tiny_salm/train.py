@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from export import export_checkpoint
 from modeling import IM_END, IM_START, LOCATOR, NUM_MTP_STEPS, TinySALM, train_tokenizer, use_full_sequence_scan
-from sentences import sentence
+from sentences import VOCABULARY, sentence
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -61,6 +61,8 @@ def load_utterances(folder: Path) -> list[Utterance]:
         samples = np.load(shard / "audio.npy", mmap_mode="r")
         for line in (shard / "index.jsonl").read_text().splitlines():
             entry = json.loads(line)
+            if any(accent in entry["voice"] for accent in ("en-029", "gbcwmd")):
+                continue
             utterances.append(Utterance(samples, entry["offset"], entry["num_samples"], entry["text"]))
     return utterances
 
@@ -72,6 +74,7 @@ class Batcher:
         self.tokenizer = tokenizer
         self.locator = tokenizer.token_to_id(LOCATOR)
         self.num_tokens = model.perception.config.num_tokens
+        self.words = {word: index for index, word in enumerate(sorted(VOCABULARY))}
 
     def __call__(self, groups: list[list[Utterance]], rng: random.Random | None) -> dict[str, torch.Tensor]:
         """``groups`` holds the utterances of each prompt; without ``rng`` the prompt is the evaluated one."""
@@ -84,7 +87,7 @@ class Batcher:
             starts.append(len(ids))
             rows.append(ids + self.tokenizer.encode("\n".join(u.text for u in group) + IM_END).ids)
             audios += [utterance.audio() for utterance in group]
-        targets = [self.tokenizer.encode(u.text).ids for group in groups for u in group]
+        targets = [[self.words[word] for word in u.text.split()] for group in groups for u in group]
         pad = nn.utils.rnn.pad_sequence
         return {
             "input_ids": pad([torch.tensor(row) for row in rows], batch_first=True),
@@ -126,7 +129,7 @@ class Losses(nn.Module):
             batch["ctc_targets"],
             audio_lengths,
             batch["ctc_lengths"],
-            blank=self.locator,
+            blank=len(VOCABULARY),
             zero_infinity=True,
         )
         if ctc_only:
@@ -231,7 +234,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
         state = torch.load(state_file, map_location="cpu")
         model.load_state_dict(state["model"])
         average.load_state_dict(state["average"])
-        optimizer.load_state_dict(state["optimizer"])
+        if state["optimizer"]:
+            optimizer.load_state_dict(state["optimizer"])
         step, used, best = state["step"], state["used"], state["best"]
     dev = load_utterances(args.dev)[: args.dev_count] if rank == 0 else []
     clock = {"share": 0.25, "utterances": 10}
@@ -247,7 +251,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
         clock["share"] = min(1.0, max(0.25, 0.25 + 0.75 * (ctc_share - 0.4) / 0.5))
         clock["utterances"] = 10 if ctc_only else 16
         share = min(1.0, used / (60 * args.minutes))
-        rate = args.lr * min(1.0, (step + 1) / 400) * max(0.01, 0.5 * (1 + math.cos(math.pi * share)))
+        rate = args.lr * min(1.0, (step + 1) / 200) * max(0.01, 0.5 * (1 + math.cos(math.pi * share)))
         for group in optimizer.param_groups:
             group["lr"] = rate
         model.train()

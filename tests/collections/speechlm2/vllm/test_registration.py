@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 from vllm import ModelRegistry
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.platforms import current_platform
 from vllm.transformers_utils.config import _CONFIG_REGISTRY, get_config
 
 from nemo.collections.speechlm2.vllm.salm import register
@@ -53,10 +55,21 @@ def test_registering_again_changes_nothing():
 )
 def test_ssm_cache_follows_the_backbone(checkpoint, backbone, given, expected):
     config = AutoConfig.from_pretrained(checkpoint(backbone))
-    cache = SimpleNamespace(mamba_ssm_cache_dtype=given)
-    model = SimpleNamespace(hf_config=config, hf_text_config=config.text_config, is_hybrid=config.is_hybrid)
-    MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(SimpleNamespace(model_config=model, cache_config=cache))
+    cache = SimpleNamespace(mamba_ssm_cache_dtype=given, enable_prefix_caching=True)
+    MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(
+        SimpleNamespace(model_config=SimpleNamespace(hf_config=config), cache_config=cache, speculative_config=None)
+    )
     assert cache.mamba_ssm_cache_dtype == expected
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a limit of vLLM's CPU backend")
+@pytest.mark.parametrize("backbone", ["nemotron_h", "qwen3"])
+def test_prefix_caching_on_a_cpu(checkpoint, backbone):
+    """A hybrid backbone's prefixes cannot be cached there, draft or none; an ordinary one's can."""
+    args = EngineArgs(model=str(checkpoint(backbone)), max_model_len=256, enforce_eager=True)
+    cache = args.create_engine_config().cache_config
+    assert cache.enable_prefix_caching is (backbone == "qwen3")
+    assert cache.mamba_cache_mode == "none"
 
 
 def test_registration_is_light_and_offline():

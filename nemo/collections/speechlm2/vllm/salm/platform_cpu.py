@@ -68,46 +68,124 @@ def speculative_conv1d_update(
     return out
 
 
-def _drops_accepted_tokens(update: Callable[..., torch.Tensor]) -> bool:
-    """Whether an engine's update ignores how many drafts were accepted, seen on one small case."""
+def speculative_state_update(
+    update: Callable[..., torch.Tensor],
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    *,
+    state_batch_indices: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    out: torch.Tensor,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Mamba2's state-space step over a decode step in which each sequence brings its last token and its drafts.
+
+    A sequence has a state slot for each token of a step, and starts from that of the last accepted one. The engine's
+    kernel, which is right for one token per sequence, is called once for each position in the step, for all sequences.
+
+    Args:
+        update: the engine's ``selective_state_update``.
+        state: (slots, heads, head_dim, state_size), updated in place.
+        x, dt: (tokens, heads, head_dim); B, C: (tokens, groups, state_size); ``A`` and the rest as ``update`` takes them.
+        state_batch_indices: (sequences, 1 + num_drafts) slots.
+        num_accepted_tokens, cu_seqlens: as ``num_accepted_tokens`` and ``query_start_loc`` of the convolution.
+        out: (tokens, heads, head_dim), written.
+    """
+    starts, counts = cu_seqlens[:-1].long(), cu_seqlens.diff()
+    source = state_batch_indices.gather(1, num_accepted_tokens.long()[:, None] - 1)[:, 0]
+    for step in range(int(counts.max())):
+        rows = (counts > step).nonzero()[:, 0]
+        tokens, slots = starts[rows] + step, state_batch_indices[rows, step]
+        state[slots.long()] = state[source[rows].long()]  # the kernel would overwrite the slot it starts from
+        result = torch.zeros_like(x[tokens])
+        update(
+            state, x[tokens], dt[tokens], A, B[tokens], C[tokens], D, dt_bias=dt_bias, state_batch_indices=slots,
+            out=result, **kwargs,
+        )  # fmt: skip
+        out[tokens] = result
+        source[rows] = slots
+    return out
+
+
+def _agree(theirs: Callable[[], torch.Tensor], ours: torch.Tensor) -> bool:
+    try:
+        return torch.allclose(theirs(), ours, atol=1e-3)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def convolution_is_right(update: Callable[..., torch.Tensor]) -> bool:
+    """Whether the engine's convolution update honours accepted drafts, seen on one small case."""
     generator = torch.Generator().manual_seed(0)
     x, state = torch.randn(4, 64, generator=generator), torch.randn(3, 64, 4, generator=generator)
     weight, bias = torch.randn(64, 4, generator=generator), torch.randn(64, generator=generator)
     indices = torch.tensor([[1, 0], [2, 0]], dtype=torch.int32)
     accepted, starts = torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 2, 4], dtype=torch.int32)
     ours = speculative_conv1d_update(x.clone(), state.clone(), weight, bias, "silu", indices, accepted, starts)
-    try:
-        theirs = update(
-            x.clone(), state.clone(), weight, bias, "silu", conv_state_indices=indices,
-            num_accepted_tokens=accepted, query_start_loc=starts, max_query_len=2,
-        )  # fmt: skip
-    except (RuntimeError, TypeError, ValueError):
-        return True
-    return not torch.allclose(ours, theirs, atol=1e-4)
+    options = {"conv_state_indices": indices, "num_accepted_tokens": accepted, "query_start_loc": starts, "max_query_len": 2}
+    return _agree(lambda: update(x.clone(), state.clone(), weight, bias, "silu", **options), ours)
+
+
+def state_update_is_right(update: Callable[..., torch.Tensor]) -> bool:
+    """Whether the engine's state-space update honours accepted drafts, seen on one small case."""
+    generator = torch.Generator().manual_seed(0)
+    state, x = torch.randn(5, 2, 16, 16, generator=generator), torch.randn(4, 2, 16, generator=generator)
+    dt, B, C = (torch.randn(4, n, 16, generator=generator) for n in (2, 1, 1))
+    A = -torch.rand(2, 16, 16, generator=generator)
+    options = {
+        "dt_softplus": True,
+        "state_batch_indices": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32),
+        "num_accepted_tokens": torch.tensor([2, 1], dtype=torch.int32),
+        "cu_seqlens": torch.tensor([0, 2, 4], dtype=torch.int32),
+    }
+    ours = speculative_state_update(update, state.clone(), x, dt, A, B, C, out=torch.zeros_like(x), **options)
+    options |= {"dst_state_batch_indices": options["state_batch_indices"], "out": torch.zeros_like(x)}
+    return _agree(lambda: update(state.clone(), x, dt, A, B, C, **options), ours)
 
 
 def install() -> None:
-    """Give Mamba2 mixers a convolution update that honours accepted drafts, if the engine's own does not.
+    """Give Mamba2 mixers updates that honour accepted drafts, where the engine's own do not.
 
     To be called when a hybrid model is built on a CPU, before it runs; calling again changes nothing.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.model_executor.layers.mamba.ops.cpu import mamba_ssm
 
-    original = mamba_mixer2.causal_conv1d_update
-    if getattr(original, "honours_accepted_tokens", False) or not _drops_accepted_tokens(original):
+    if getattr(mamba_mixer2, "_honours_accepted_drafts", False):
         return
+    mamba_mixer2._honours_accepted_drafts = True
 
-    def update(x, conv_state, weight, bias=None, activation=None, *, num_accepted_tokens=None, **kwargs):
-        if num_accepted_tokens is None:
-            return original(x, conv_state, weight, bias, activation, **kwargs)
-        return speculative_conv1d_update(
-            x, conv_state, weight, bias, activation, kwargs["conv_state_indices"], num_accepted_tokens,
-            kwargs["query_start_loc"],
-        )  # fmt: skip
+    convolve = mamba_mixer2.causal_conv1d_update
+    if not convolution_is_right(convolve):
 
-    update.honours_accepted_tokens = True  # type: ignore[attr-defined]
-    mamba_mixer2.causal_conv1d_update = update
-    logger.info("CPU: Mamba2's convolution update replaced by one that honours rejected drafts.")
+        def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, *, num_accepted_tokens=None, **kwargs):
+            if num_accepted_tokens is None:
+                return convolve(x, conv_state, weight, bias, activation, **kwargs)
+            return speculative_conv1d_update(
+                x, conv_state, weight, bias, activation, kwargs["conv_state_indices"], num_accepted_tokens,
+                kwargs["query_start_loc"],
+            )  # fmt: skip
+
+        mamba_mixer2.causal_conv1d_update = causal_conv1d_update
+        logger.info("CPU: Mamba2's convolution update replaced by one that honours accepted drafts.")
+
+    update, dispatch = mamba_ssm.selective_state_update, mamba_mixer2.selective_state_update
+    if not state_update_is_right(update):
+
+        def selective_state_update(*args, num_accepted_tokens=None, dst_state_batch_indices=None, **kwargs):
+            if num_accepted_tokens is None:
+                return dispatch(*args, dst_state_batch_indices=dst_state_batch_indices, **kwargs)
+            return speculative_state_update(update, *args, num_accepted_tokens=num_accepted_tokens, **kwargs)
+
+        mamba_mixer2.selective_state_update = selective_state_update
+        logger.info("CPU: Mamba2's state-space update replaced by one that honours accepted drafts.")
 
 
 def turn_off_prefix_caching(cache_config: Any) -> None:

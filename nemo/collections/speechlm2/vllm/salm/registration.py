@@ -40,7 +40,7 @@ def register_models() -> None:
 
 
 def register_config_updates() -> None:
-    """Adjust the engine's config to a hybrid backbone: its SSM cache dtype, by vLLM's own rule, and the CPU's limits."""
+    """Adjust the engine's config to a hybrid backbone: its SSM cache dtype by vLLM's own rule, and the CPU's limits."""
     from vllm.model_executor.models import config as model_configs
     from vllm.platforms import current_platform
 
@@ -52,7 +52,9 @@ def register_config_updates() -> None:
             config = vllm_config.model_config.hf_config
             if config.is_hybrid:
                 cls.update_mamba_ssm_cache_dtype(cache_config=vllm_config.cache_config, hf_config=config.text_config)
-                if current_platform.is_cpu() and vllm_config.speculative_config is not None:
+                # With it, a prompt longer than a block kills the engine, draft or none: the scan returns no states of
+                # chunks, and the kernel that would store them is Triton's.
+                if current_platform.is_cpu():
                     platform_cpu.turn_off_prefix_caching(vllm_config.cache_config)
 
     model_configs.MODELS_CONFIG_MAP.setdefault(TARGET, SALMConfigUpdate)
@@ -97,7 +99,7 @@ def draft_config_override(config: PretrainedConfig) -> PretrainedConfig:
     backbone = config.text_config
     if not isinstance(backbone, NemotronHConfig):
         raise ValueError(
-            f"The checkpoint's backbone is {backbone.model_type}; vLLM executes MTP heads made of NemotronH modules only."
+            f"The checkpoint's backbone is {backbone.model_type}; vLLM runs MTP heads made of NemotronH modules only."
         )
     # One physical step, applied again for every token: so any number of tokens may be asked for.
     backbone.num_nextn_predict_layers = 1
