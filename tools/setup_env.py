@@ -137,7 +137,7 @@ def check_machine(engine):
     if platform.system() != "Linux":
         raise SetupError(f"vLLM's builds are for Linux; this is {platform.system()}. Use a Linux machine or container.")
     free = shutil.disk_usage(ROOT).free / 1e9
-    if not STAMP.exists() and free < SIZE_GB[engine]:
+    if not PYTHON.exists() and free < SIZE_GB[engine]:
         raise SetupError(
             f"{ROOT} has {free:.1f} GB free, the environment needs {SIZE_GB[engine]}. Free some disk space."
         )

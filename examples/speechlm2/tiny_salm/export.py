@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from modeling import IM_END, IM_START, LLM, LOCATOR, NUM_MTP_STEPS, PAD, PERCEPTION, UNK, TinySALM
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from nemo.collections.speechlm2.vllm.salm.perception import NEMO_TO_PERCEPTION
@@ -34,30 +34,35 @@ CHAT_TEMPLATE = """\
 FLOAT32 = (".A_log", ".D", ".dt_bias", ".running_mean", ".running_var", ".fb", ".window")
 
 
-def nemo_tensors(model: TinySALM) -> dict[str, torch.Tensor]:
-    """The model's tensors under NeMo's names, float32; the CTC layer is left out."""
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if name.startswith("perception."):
-            for nemo, ours in NEMO_TO_PERCEPTION.items():
-                name = name.replace(ours, nemo)
-        elif name.startswith("mtp."):
-            name = name.replace("mtp.", "llm.mtp.layers.0.", 1)
-        elif name.startswith("llm."):
-            name = name.replace(".embeddings.", ".embed_tokens.").replace(".norm_f.", ".norm.")
-        else:
-            continue
-        tensors[name] = tensor.detach().clone().contiguous()
-    return tensors
+def nemo_name(name: str) -> str | None:
+    """The checkpoint's name of a tensor of ``TinySALM``; None for the CTC layer, which is left out."""
+    if name.startswith("perception."):
+        for nemo, ours in NEMO_TO_PERCEPTION.items():
+            name = name.replace(ours, nemo)
+        return name
+    if name.startswith("mtp."):
+        return name.replace("mtp.", "llm.mtp.layers.0.", 1)
+    if name.startswith("llm."):
+        return name.replace(".embeddings.", ".embed_tokens.").replace(".norm_f.", ".norm.")
+    return None
+
+
+def load_checkpoint(folder: Path) -> TinySALM:
+    """The model of an exported checkpoint, float32; its CTC layer is untrained."""
+    model, tensors = TinySALM(), load_file(folder / "model.safetensors")
+    names = {name: nemo_name(name) for name in model.state_dict() if nemo_name(name)}
+    model.load_state_dict({name: tensors[nemo].float() for name, nemo in names.items()}, strict=False)
+    return model.eval()
 
 
 def export_checkpoint(model: TinySALM, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the checkpoint into ``folder``, bfloat16 but for ``FLOAT32``."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: tensor if name.endswith(FLOAT32) or not tensor.is_floating_point() else tensor.to(torch.bfloat16)
-        for name, tensor in nemo_tensors(model).items()
-    }
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if (nemo := nemo_name(name)) is not None:
+            exact = name.endswith(FLOAT32) or not tensor.is_floating_point()
+            tensors[nemo] = tensor.contiguous() if exact else tensor.to(torch.bfloat16).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
     tokenizer.save(str(folder / "tokenizer.json"))

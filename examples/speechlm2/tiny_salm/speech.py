@@ -30,7 +30,7 @@ SHARD = 2000
 
 SEEN = [
     *(f"espeak:{accent}{variant}"
-      for accent in ("en-us", "en-gb", "en-gb-x-rp", "en-029", "en-gb-x-gbcwmd")
+      for accent in ("en-us", "en-gb", "en-gb-x-rp")
       for variant in ("", "+m1", "+m3", "+m4", "+m7", "+f1", "+f2", "+f4")),
     "flite:rms", "flite:slt", "flite:kal16",
 ]  # fmt: skip

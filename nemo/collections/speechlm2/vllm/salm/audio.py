@@ -103,7 +103,7 @@ class SALMDataParser(MultiModalDataParser):
     def _waveform(self, audio: Any) -> np.ndarray:
         rate = None
         if isinstance(audio, tuple):
-            if len(audio) != 2 or not isinstance(audio[1], Real) or not 1 <= audio[1] < math.inf:
+            if len(audio) != 2 or not isinstance(audio[1], Real) or not 1 <= float(audio[1]) < math.inf:
                 raise ValueError("a tuple, which must be (samples, sampling rate in Hz).")
             audio, rate = audio
         # Mixed down before resampling, which takes the last axis for time.

@@ -60,7 +60,7 @@ class NeMoSpeechLMConfig(PretrainedConfig):
         llm_config = fields.pop("llm_config", None)
         chunk = fields.pop("encoder_chunk_size_seconds", None)
         lora = fields.pop("lora", None)
-        mtp = {name: fields.get(name) for name in ("mtp", "compute_mtp") if name in fields}
+        mtp: dict[str, Any] = {name: fields[name] for name in ("mtp", "compute_mtp") if name in fields}
 
         if perception is None:
             raise ValueError("perception is missing; expected the dict of the audio tower's settings.")

@@ -87,9 +87,9 @@ class NeMoSpeechLMForConditionalGeneration(
         self.config = config
         if current_platform.is_cpu() and config.is_hybrid and vllm_config.speculative_config is not None:
             platform_cpu.install()
-        with self._mark_tower_model(vllm_config, "audio"):
+        with self._mark_tower_model(vllm_config, "audio"):  # type: ignore[operator]
             self.perception = AudioPerception(config.perception_config).eval()
-        with self._mark_language_model(vllm_config):
+        with self._mark_language_model(vllm_config):  # type: ignore[operator]
             self.language_model = init_vllm_registered_model(
                 vllm_config, hf_config=config.text_config, prefix=maybe_prefix(prefix, "language_model")
             )
