@@ -105,7 +105,7 @@ LLM = {
 
 
 def train_tokenizer(sentences: list[str]) -> Tokenizer:
-    """A byte-pair tokenizer of ``VOCAB_SIZE`` rows that spells printable ASCII, plus the locator as row ``VOCAB_SIZE``."""
+    """A byte-pair tokenizer of ``VOCAB_SIZE`` rows that spells printable ASCII; the locator is one row more."""
     tokenizer = Tokenizer(models.BPE(unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(" ", "merged_with_next"), pre_tokenizers.Split("\n", "isolated")]

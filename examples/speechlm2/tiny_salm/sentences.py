@@ -21,7 +21,8 @@ eva evelyn frances gabriel gary gavin george gerald gina gloria greg harold heat
 irene isaac isabel ivan jane janet jean jeffrey joel jonathan joshua joyce judith justin kyle lauren lee lewis liam
 linda logan luke malcolm margaret marie martin maurice max megan molly nancy nicole noah norman patricia paula peter
 raymond rebecca richard robert robin roger ruby russell samantha scott sheila simon stella stephen stuart theodore
-timothy tina todd trevor valerie vanessa violet virginia walter wanda warren wendy wesley william yvonne zachary""".split()
+timothy tina todd trevor valerie vanessa violet virginia walter wanda warren wendy wesley william yvonne
+zachary""".split()
 
 LAST_NAMES = """armstrong barnes barrett bennett blackwell bowman bryant burton butler campbell carpenter clayton
 collins cooper cox crawford cunningham dalton davies dixon donovan erickson flynn fowler franklin garcia gardner
@@ -173,7 +174,8 @@ SALADS = """
 
 LISTS = {
     "first": FIRST_NAMES, "last": LAST_NAMES, "place": PLACES, "street": STREETS, "noun": NOUNS, "verb": VERBS,
-    "adjective": ADJECTIVES, "weekday": WEEKDAYS, "digit": DIGITS, "ordinal": ORDINALS, "unit": UNITS, "adverb": ADVERBS,
+    "adjective": ADJECTIVES, "weekday": WEEKDAYS, "digit": DIGITS, "ordinal": ORDINALS, "unit": UNITS,
+    "adverb": ADVERBS,
 }  # fmt: skip
 WORDS = sorted(set().union(*LISTS.values(), MONTHS, TEENS, TENS, CURRENCIES))
 _FIXED = {word for line in TEMPLATES for word in re.sub(r"<\w+>", " ", line).split()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft: a SALM checkpoint's MTP head, run by vLLM's ``NemotronHMTP`` on the same fused embeddings as the target."""
+"""The draft: a SALM checkpoint's MTP head, run by vLLM's ``NemotronHMTP`` on the target's fused embeddings."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterable, Iterator
 
 import torch
-
-from nemo.collections.speechlm2.vllm.salm.model import fuse_embeddings
-from nemo.collections.speechlm2.vllm.salm.weights import VocabularyPadding
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.model_executor.models.interfaces import MultiModalEmbeddings
 from vllm.model_executor.models.nemotron_h_mtp import NemotronHMTP
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+
+from nemo.collections.speechlm2.vllm.salm.model import fuse_embeddings
+from nemo.collections.speechlm2.vllm.salm.weights import VocabularyPadding
 
 
 class NeMoSpeechLMMTP(NemotronHMTP):
@@ -73,7 +73,9 @@ class NeMoSpeechLMMTP(NemotronHMTP):
             )
         return loaded
 
-    def _own(self, weights: Iterable[tuple[str, torch.Tensor]], needs_table: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def _own(
+        self, weights: Iterable[tuple[str, torch.Tensor]], needs_table: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         steps = self.model.pattern_len
         for name, tensor in weights:
             if name.startswith("llm.mtp."):
@@ -81,9 +83,9 @@ class NeMoSpeechLMMTP(NemotronHMTP):
                 if index is None or int(index.group(1)) >= steps:
                     raise ValueError(
                         f"{name} is not of the one physical MTP head that vLLM executes: the pattern "
-                        f"{self.model.pattern_str!r} has the modules llm.mtp.layers.0 to {steps - 1}. Heads with weights of "
-                        "their own are not supported; train with use_repeated_layer true, or set mtp.enabled to false to "
-                        "serve without a draft."
+                        f"{self.model.pattern_str!r} has the modules llm.mtp.layers.0 to {steps - 1}. Heads with weights "
+                        "of their own are not supported; train with use_repeated_layer true, or set mtp.enabled to "
+                        "false to serve without a draft."
                     )
                 yield name, tensor
             elif needs_table and self.hf_to_vllm_mapper.map_name(name) == "model.embed_tokens.weight":

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -93,7 +92,7 @@ def speculative_state_update(
     Args:
         update: the engine's ``selective_state_update``.
         state: (slots, heads, head_dim, state_size), updated in place.
-        x, dt: (tokens, heads, head_dim); B, C: (tokens, groups, state_size); ``A`` and the rest as ``update`` takes them.
+        x, dt: (tokens, heads, head_dim); B, C: (tokens, groups, state_size); the rest as ``update`` takes it.
         state_batch_indices: (sequences, 1 + num_drafts) slots.
         num_accepted_tokens, cu_seqlens: as ``num_accepted_tokens`` and ``query_start_loc`` of the convolution.
         out: (tokens, heads, head_dim), written.
@@ -129,7 +128,12 @@ def convolution_is_right(update: Callable[..., torch.Tensor]) -> bool:
     indices = torch.tensor([[1, 0], [2, 0]], dtype=torch.int32)
     accepted, starts = torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 2, 4], dtype=torch.int32)
     ours = speculative_conv1d_update(x.clone(), state.clone(), weight, bias, "silu", indices, accepted, starts)
-    options = {"conv_state_indices": indices, "num_accepted_tokens": accepted, "query_start_loc": starts, "max_query_len": 2}
+    options = {
+        "conv_state_indices": indices,
+        "num_accepted_tokens": accepted,
+        "query_start_loc": starts,
+        "max_query_len": 2,
+    }
     return _agree(lambda: update(x.clone(), state.clone(), weight, bias, "silu", **options), ours)
 
 
@@ -139,7 +143,7 @@ def state_update_is_right(update: Callable[..., torch.Tensor]) -> bool:
     state, x = torch.randn(5, 2, 16, 16, generator=generator), torch.randn(4, 2, 16, generator=generator)
     dt, B, C = (torch.randn(4, n, 16, generator=generator) for n in (2, 1, 1))
     A = -torch.rand(2, 16, 16, generator=generator)
-    options = {
+    options: dict[str, Any] = {
         "dt_softplus": True,
         "state_batch_indices": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32),
         "num_accepted_tokens": torch.tensor([2, 1], dtype=torch.int32),
@@ -165,7 +169,9 @@ def install() -> None:
     convolve = mamba_mixer2.causal_conv1d_update
     if not convolution_is_right(convolve):
 
-        def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, *, num_accepted_tokens=None, **kwargs):
+        def causal_conv1d_update(
+            x, conv_state, weight, bias=None, activation=None, *, num_accepted_tokens=None, **kwargs
+        ):
             if num_accepted_tokens is None:
                 return convolve(x, conv_state, weight, bias, activation, **kwargs)
             return speculative_conv1d_update(
@@ -196,4 +202,6 @@ def turn_off_prefix_caching(cache_config: Any) -> None:
     """
     if cache_config.enable_prefix_caching:
         cache_config.enable_prefix_caching = False
-        logger.warning("CPU: prefix caching is off, because vLLM cannot combine it with a hybrid backbone and a draft here.")
+        logger.warning(
+            "CPU: prefix caching is off, because vLLM cannot combine it with a hybrid backbone and a draft here."
+        )
