@@ -7,8 +7,8 @@
 
 One process per core computes on its own part of each batch. The loss is next-token cross-entropy + 0.5 x CTC on the
 tower (whole words) + 0.3 x the mean cross-entropy of the MTP steps; for the first minutes CTC alone, because a backbone
-learns nothing from a tower that hears nothing. Learning rate and curriculum follow the share of the budget that has been
-used, so a stop loses little: starting again with the same ``--work`` goes on from the last state.
+learns nothing from a tower that hears nothing. Learning rate and curriculum follow the share of the budget that is used
+up, so a stop loses little: starting again with the same ``--work`` goes on from the last state.
 The weights kept are an exponential average; the best on the development set is exported to ``--out``.
 """
 

@@ -83,9 +83,9 @@ class NeMoSpeechLMMTP(NemotronHMTP):
                 if index is None or int(index.group(1)) >= steps:
                     raise ValueError(
                         f"{name} is not of the one physical MTP head that vLLM executes: the pattern "
-                        f"{self.model.pattern_str!r} has the modules llm.mtp.layers.0 to {steps - 1}. Heads with weights "
-                        "of their own are not supported; train with use_repeated_layer true, or set mtp.enabled to "
-                        "false to serve without a draft."
+                        f"{self.model.pattern_str!r} has the modules llm.mtp.layers.0 to {steps - 1}. Heads with "
+                        "weights of their own are not supported; train with use_repeated_layer true, or set "
+                        "mtp.enabled to false to serve without a draft."
                     )
                 yield name, tensor
             elif needs_table and self.hf_to_vllm_mapper.map_name(name) == "model.embed_tokens.weight":
