@@ -3,8 +3,8 @@
 
     python benchmark.py CHECKPOINT --manifest manifest.json --drafts 1 2 3 4 5 6 --batches 1 4 8 --out figures.json
 
-Each number of draft tokens is measured in a pair of processes, one with the draft and one without, that take turns; only
-one works at a time. A figure is the median of the turns. Decode speed leaves out the prompt: the tokens after each
+Each number of draft tokens is measured in a pair of processes, one with the draft and one without, that take turns, so
+only one works at a time. A figure is the median of the turns. Decode speed leaves out the prompt: the tokens after each
 answer's first, over the time from the first to the last of them.
 """
 

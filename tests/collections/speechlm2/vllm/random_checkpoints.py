@@ -104,6 +104,8 @@ BACKBONES: dict[str, dict[str, Any]] = {
     },
 }
 
+BACKBONES["nemotron_attention"] = {**BACKBONES["nemotron_h"], "hybrid_override_pattern": "*-*-"}
+
 MTP = {"enabled": True, "num_nextn_predict_layers": 4, "use_repeated_layer": True, "hybrid_override_pattern": "*"}
 
 
@@ -121,7 +123,7 @@ def salm_config(backbone: str = "nemotron_h") -> dict[str, Any]:
         "perception": PERCEPTION,
         "llm_config": BACKBONES[backbone],
     }
-    if backbone == "nemotron_h":
+    if backbone.startswith("nemotron"):
         config["mtp"] = MTP
     return copy.deepcopy(config)
 
@@ -154,7 +156,7 @@ def build_modules(backbone: str = "nemotron_h", seed: int = 0) -> tuple[nn.Modul
     """The random backbone (transformers' own model, with the locator's row) and tower."""
     generator = torch.Generator().manual_seed(seed)
     classes = {"nemotron_h": (NemotronHConfig, NemotronHForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-    config_class, model_class = classes[backbone]
+    config_class, model_class = classes[BACKBONES[backbone]["model_type"]]
     torch.manual_seed(seed)  # transformers draws A_log and dt_bias itself
     llm = model_class(config_class(**{**BACKBONES[backbone], "vocab_size": VOCAB_SIZE + 1}))
     return _randomise(llm, generator), _randomise(AudioPerception(PerceptionConfig.from_dict(PERCEPTION)), generator)
@@ -171,7 +173,7 @@ def build_tensors(backbone: str = "nemotron_h", seed: int = 0) -> dict[str, torc
         tensors[name] = tensor
     for name, tensor in llm.state_dict().items():
         tensors["llm." + name.replace(".embeddings.", ".embed_tokens.").replace(".norm_f.", ".norm.")] = tensor
-    if backbone == "nemotron_h":
+    if backbone.startswith("nemotron"):
         generator = torch.Generator().manual_seed(seed + 1)
         shapes = {"eh_proj.weight": (HIDDEN, 2 * HIDDEN)}
         shapes |= {f"{name}.weight": (HIDDEN,) for name in ("enorm", "hnorm", "norm", "final_layernorm")}

@@ -276,6 +276,16 @@ def test_a_draft_never_changes_the_text(engine, checkpoint, undrafted, drafts, o
     assert counted(llm, "draft_tokens") > 0
 
 
+def test_an_attention_only_backbone_is_no_hybrid_and_keeps_its_text(engine, checkpoint):
+    folder = checkpoint("nemotron_attention")
+    plain = engine(folder, dtype="float32")
+    assert not plain.llm_engine.model_config.is_hybrid
+    assert plain.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    expected = generate(plain)
+    speculation = {"method": "mtp", "num_speculative_tokens": 3}
+    assert generate(engine(folder, dtype="float32", speculative_config=speculation)) == expected
+
+
 def test_without_our_corrections_the_text_is_wrong(engine, checkpoint, undrafted, monkeypatch):
     """Fails when vLLM heals: then the corrections may go."""
     from vllm.model_executor.layers.mamba import mamba_mixer2

@@ -119,7 +119,7 @@ class NeMoSpeechLMConfig(PretrainedConfig):
     @property
     def is_hybrid(self) -> bool:
         """Whether the backbone mixes attention with state-space layers."""
-        return self.text_config.model_type in HYBRID_MODEL_TYPES
+        return "M" in getattr(self.text_config, "hybrid_override_pattern", "")
 
     @property
     def layer_types(self) -> list[str]:

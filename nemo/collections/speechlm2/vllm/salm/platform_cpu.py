@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from vllm.logger import init_logger
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.nemo_speechlm")  # below vLLM's own, so that its settings hold
 
 
 def speculative_conv1d_update(
@@ -195,13 +195,11 @@ def install() -> None:
 
 
 def turn_off_prefix_caching(cache_config: Any) -> None:
-    """Serve a hybrid backbone with a draft without prefix caching.
+    """Serve a hybrid backbone without prefix caching.
 
-    The states at block borders would be copied by a Triton kernel, which has no CPU substitute; the engine would die on
-    the first request.
+    The states at block borders are kept by Triton kernels that have no CPU substitute; the engine would die on the
+    first prompt that is longer than a block.
     """
     if cache_config.enable_prefix_caching:
         cache_config.enable_prefix_caching = False
-        logger.warning(
-            "CPU: prefix caching is off, because vLLM cannot combine it with a hybrid backbone and a draft here."
-        )
+        logger.warning("CPU: prefix caching is off, because vLLM cannot combine it with a hybrid backbone here.")
