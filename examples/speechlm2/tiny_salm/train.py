@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from export import export_checkpoint
+from export import export_checkpoint, load_checkpoint
 from modeling import IM_END, IM_START, LOCATOR, NUM_MTP_STEPS, TinySALM, train_tokenizer, use_full_sequence_scan
 from sentences import VOCABULARY, sentence
 from tokenizers import Tokenizer
@@ -220,7 +221,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     use_full_sequence_scan()
     tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
-    model = TinySALM()
+    model = load_checkpoint(args.init) if args.init else TinySALM()
     batcher = Batcher(tokenizer, model)
     losses = nn.parallel.DistributedDataParallel(Losses(model, batcher.locator), find_unused_parameters=True)
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -305,6 +306,7 @@ def main() -> None:
     parser.add_argument("--dev", type=Path, required=True, help="folder of development shards")
     parser.add_argument("--work", type=Path, required=True, help="folder for the tokenizer and the resumable state")
     parser.add_argument("--out", type=Path, required=True, help="folder for the exported checkpoint")
+    parser.add_argument("--init", type=Path, help="start from an exported checkpoint; its CTC layer is trained anew")
     parser.add_argument("--minutes", type=float, default=120, help="budget, counted over all restarts")
     parser.add_argument(
         "--ctc-minutes", type=float, default=15, help="of the budget, at its start: CTC on the tower alone"
@@ -317,7 +319,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29511, help="loopback port the processes meet on")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    if not (args.work / "tokenizer.json").exists():
+    if args.init:
+        shutil.copy(args.init / "tokenizer.json", args.work)
+    elif not (args.work / "tokenizer.json").exists():
         rng = random.Random(args.seed)
         train_tokenizer([sentence(rng) for _ in range(20000)]).save(str(args.work / "tokenizer.json"))
     torch.multiprocessing.spawn(train, args=(args.processes, args), nprocs=args.processes)

@@ -4,12 +4,25 @@
 from __future__ import annotations
 
 import functools
+import json
 import pickle
 from collections.abc import Iterator
 
 import pytest
+import soundfile
 import torch
-from random_checkpoints import BACKBONES, LOCATOR, MTP, build_checkpoint, build_tensors, noise, prompt, salm_config
+from random_checkpoints import (
+    BACKBONES,
+    LOCATOR,
+    MTP,
+    TEST_SET,
+    TRAINED,
+    build_checkpoint,
+    build_tensors,
+    noise,
+    prompt,
+    salm_config,
+)
 from torch import nn
 from transformers import DeepseekV3Config, NemotronHConfig, PretrainedConfig, Qwen3Config
 from vllm import ModelRegistry, SamplingParams
@@ -297,3 +310,29 @@ def test_without_our_corrections_the_text_is_wrong(engine, checkpoint, undrafted
     monkeypatch.setattr(mamba_mixer2, "selective_state_update", ssu_dispatch.selective_state_update)
     speculation = {"method": "mtp", "num_speculative_tokens": 4}
     assert generate(engine(checkpoint(), dtype="float32", speculative_config=speculation)) != undrafted
+
+
+# --- in the engine, on real speech
+
+
+def transcripts(llm) -> list[str]:
+    entries = [json.loads(line) for line in TEST_SET.read_text().splitlines()]
+    text = "<|im_start|>user\nTranscribe: <|audio|><|im_end|>\n<|im_start|>assistant\n"
+    audios = [soundfile.read(TEST_SET.parent / entry["audio_filepath"], dtype="float32")[0] for entry in entries]
+    requests = [{"prompt": text, "multi_modal_data": {"audio": audio}} for audio in audios]
+    outputs = llm.generate(requests, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_a_trained_head_is_accepted_and_fusion_is_why(engine, monkeypatch):
+    """The same text three times; the draft is often right, and much less often when it does not get the audio."""
+    expected = transcripts(engine(TRAINED, dtype="float32"))
+    accepted = {}
+    for fused in (True, False):
+        monkeypatch.setattr(NeMoSpeechLMMTP, "supports_multimodal_embeddings", fused)
+        speculation = {"method": "mtp", "num_speculative_tokens": 4}
+        llm = engine(TRAINED, dtype="float32", speculative_config=speculation, disable_log_stats=False)
+        assert transcripts(llm) == expected
+        accepted[fused] = counted(llm, "accepted_tokens") / counted(llm, "drafts")
+    assert accepted[True] > 1.0
+    assert accepted[True] > accepted[False]
