@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU's Mamba2 updates under speculative decoding, against a walk token by token."""
+"""What the CPU corrects under speculative decoding: Mamba2's updates, against a walk token by token, and sampling."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_update_cpu
 from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import selective_state_update
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
+from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
 from nemo.collections.speechlm2.vllm.salm import platform_cpu
 
@@ -84,7 +86,7 @@ def test_state_walks_only_over_what_stands():
         B, C = torch.randn(total, groups, width), torch.randn(total, groups, width)
         out = torch.full_like(x, torch.nan)
         platform_cpu.speculative_state_update(
-            selective_state_update, state, x, dt, A, B, C, D, dt_bias, dt_softplus=True,
+            state, x, dt, A, B, C, D, dt_bias, dt_softplus=True,
             state_batch_indices=SLOTS, num_accepted_tokens=ints(accepted), cu_seqlens=starts, out=out,
         )  # fmt: skip
         for i, (first, last) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
@@ -95,10 +97,20 @@ def test_state_walks_only_over_what_stands():
         accepted = standing
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_settings_are_repeated_for_each_draft(dtype):
+    totals = ints([2, 2, 5])
+    expanded = platform_cpu.expand_to_tokens(torch.tensor([7, 8, 0], dtype=dtype), totals, 5, 0, 1)
+    assert expanded.tolist() == [7, 7, 1, 1, 1]
+    assert expanded.dtype == dtype
+
+
 def test_this_engines_own_updates_are_wrong():
     """Fails when vLLM heals: then the corrections may go."""
     assert not platform_cpu.convolution_is_right(causal_conv1d_update_cpu)
     assert not platform_cpu.state_update_is_right(selective_state_update)
+    assert not platform_cpu.top_k_is_right(apply_top_k_only)
+    assert not platform_cpu.expansion_is_right(expand_batch_to_tokens)
 
 
 def test_right_updates_are_left_alone(monkeypatch):
@@ -113,7 +125,7 @@ def test_right_updates_are_left_alone(monkeypatch):
         if num_accepted_tokens is None:
             return selective_state_update(*args, **kwargs)
         kwargs["num_accepted_tokens"] = num_accepted_tokens
-        return platform_cpu.speculative_state_update(selective_state_update, *args, **kwargs)
+        return platform_cpu.speculative_state_update(*args, **kwargs)
 
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.ops.cpu import mamba_ssm

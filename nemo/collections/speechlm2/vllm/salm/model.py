@@ -86,7 +86,7 @@ class NeMoSpeechLMForConditionalGeneration(
         super().__init__()
         config: NeMoSpeechLMConfig = vllm_config.model_config.hf_config
         self.config = config
-        if current_platform.is_cpu() and config.is_hybrid and vllm_config.speculative_config is not None:
+        if current_platform.is_cpu() and vllm_config.speculative_config is not None:
             platform_cpu.install()
         # transformers' random start values, all overwritten in loading, take 17 s for a tower of 800 M parameters.
         with self._mark_tower_model(vllm_config, "audio"), no_init_weights():  # type: ignore[operator]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from vllm.logger import init_logger
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 logger = init_logger("vllm.nemo_speechlm")  # below vLLM's own, so that its settings hold
 
@@ -68,7 +69,6 @@ def speculative_conv1d_update(
 
 
 def speculative_state_update(
-    update: Callable[..., torch.Tensor],
     state: torch.Tensor,
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -82,34 +82,51 @@ def speculative_state_update(
     num_accepted_tokens: torch.Tensor,
     cu_seqlens: torch.Tensor,
     out: torch.Tensor,
-    **kwargs: Any,
+    dt_softplus: bool = False,
+    **_: Any,
 ) -> torch.Tensor:
     """Mamba2's state-space step over a decode step in which each sequence brings its last token and its drafts.
 
-    A sequence has a state slot for each token of a step, and starts from that of the last accepted one. The engine's
-    kernel, which is right for one token per sequence, is called once for each position in the step, for all sequences.
+    A sequence has a state slot for each token of a step, and starts from that of the last accepted one:
+    ``h[t] = exp(dt[t] A) h[t-1] + dt[t] x[t] B[t]`` and ``y[t] = h[t] C[t] + D x[t]`` (Dao & Gu 2024, eq. 1 with a
+    scalar A per head), with h[t] kept in slot t.
 
     Args:
-        update: the engine's ``selective_state_update``.
         state: (slots, heads, head_dim, state_size), updated in place.
-        x, dt: (tokens, heads, head_dim); B, C: (tokens, groups, state_size); the rest as ``update`` takes it.
+        x: (tokens, heads, head_dim), the sequences end to end; B, C: (tokens, groups, state_size).
+        dt: (tokens, heads, head_dim), dt_bias, D: (heads, head_dim) and A: (heads, head_dim, state_size), as Mamba1
+            has them; in Mamba2 all values of a head are one, so the first is read.
         state_batch_indices: (sequences, 1 + num_drafts) slots.
         num_accepted_tokens, cu_seqlens: as ``num_accepted_tokens`` and ``query_start_loc`` of the convolution.
         out: (tokens, heads, head_dim), written.
+        dt_softplus: whether softplus is applied to dt + dt_bias.
     """
-    starts, counts = cu_seqlens[:-1].long(), cu_seqlens.diff()
-    source = state_batch_indices.gather(1, num_accepted_tokens.long()[:, None] - 1)[:, 0]
-    for step in range(int(counts.max())):
-        rows = (counts > step).nonzero()[:, 0]
-        tokens, slots = starts[rows] + step, state_batch_indices[rows, step]
-        state[slots.long()] = state[source[rows].long()]  # the kernel would overwrite the slot it starts from
-        result = torch.zeros_like(x[tokens])
-        update(
-            state, x[tokens], dt[tokens], A, B[tokens], C[tokens], D, dt_bias=dt_bias, state_batch_indices=slots,
-            out=result, **kwargs,
-        )  # fmt: skip
-        out[tokens] = result
-        source[rows] = slots
+    starts, counts = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    longest, groups = int(counts.max()), B.shape[1]
+    steps = torch.arange(longest)
+    inside = steps < counts[:, None]
+    tokens = (starts[:, None] + steps).masked_fill(~inside, 0)
+
+    delta = dt[tokens, :, 0].float()
+    if dt_bias is not None:
+        delta = delta + dt_bias[:, 0]
+    if dt_softplus:
+        delta = F.softplus(delta)
+    values, B, C = x[tokens].float(), B[tokens].float(), C[tokens].float()
+    decay = (delta * A[:, 0, 0]).exp()[..., None, None]
+    by_group = (delta[..., None] * values).unflatten(2, (groups, -1)).flatten(3)  # (sequences, steps, groups, channels)
+    states = by_group[..., None] * B[..., None, :]
+    by_head = states.view(*values.shape, -1)
+    before = state[state_batch_indices.gather(1, num_accepted_tokens.long()[:, None] - 1)[:, 0].long()].float()
+    for step in range(longest):
+        before = by_head[:, step].addcmul_(decay[:, step], before)
+
+    result = (states @ C[..., None]).view_as(values)
+    if D is not None:
+        result = result + D[:, :1] * values
+    out[tokens[inside]] = result[inside].to(out.dtype)
+    slots = state_batch_indices[:, :longest].long().masked_fill(~inside, NULL_BLOCK_ID)  # never read
+    state[slots.flatten()] = by_head.flatten(0, 1).to(state.dtype)
     return out
 
 
@@ -141,26 +158,52 @@ def state_update_is_right(update: Callable[..., torch.Tensor]) -> bool:
     """Whether the engine's state-space update honours accepted drafts, seen on one small case."""
     generator = torch.Generator().manual_seed(0)
     state, x = torch.randn(5, 2, 16, 16, generator=generator), torch.randn(4, 2, 16, generator=generator)
-    dt, B, C = (torch.randn(4, n, 16, generator=generator) for n in (2, 1, 1))
-    A = -torch.rand(2, 16, 16, generator=generator)
+    dt = torch.randn(4, 2, 1, generator=generator).expand(-1, -1, 16)
+    B, C = torch.randn(4, 1, 16, generator=generator), torch.randn(4, 1, 16, generator=generator)
+    A = -torch.rand(2, 1, 1, generator=generator).expand(-1, 16, 16)
     options: dict[str, Any] = {
         "dt_softplus": True,
         "state_batch_indices": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32),
         "num_accepted_tokens": torch.tensor([2, 1], dtype=torch.int32),
         "cu_seqlens": torch.tensor([0, 2, 4], dtype=torch.int32),
     }
-    ours = speculative_state_update(update, state.clone(), x, dt, A, B, C, out=torch.zeros_like(x), **options)
+    ours = speculative_state_update(state.clone(), x, dt, A, B, C, out=torch.zeros_like(x), **options)
     options |= {"dst_state_batch_indices": options["state_batch_indices"], "out": torch.zeros_like(x)}
     return _agree(lambda: update(state.clone(), x, dt, A, B, C, **options), ours)
 
 
-def install() -> None:
-    """Give Mamba2 mixers updates that honour accepted drafts, where the engine's own do not.
+def expand_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat each sequence's setting (sequences,) for its drafts: (num_tokens,), with one value replaced.
 
-    To be called when a hybrid model is built on a CPU, before it runs; calling again changes nothing.
+    ``cu_num_tokens`` holds (sequences,) running totals of the drafts.
+    """
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts)
+
+
+def expansion_is_right(expand: Callable[..., torch.Tensor]) -> bool:
+    """Whether the rejection sampler gets the temperatures, top_k and top_p that the requests have."""
+    values, totals = torch.tensor([0.7, 0.0, 1.3]), torch.tensor([2, 2, 5], dtype=torch.int32)
+    return _agree(lambda: expand(values, totals, 5, 0, 1), expand_to_tokens(values, totals, 5, 0, 1))
+
+
+def top_k_is_right(top_k: Callable[..., torch.Tensor]) -> bool:
+    """Whether top-k sampling survives a step in which no sequence brings a draft."""
+    return _agree(lambda: top_k(torch.empty(0, 8), torch.empty(0, dtype=torch.int32)), torch.empty(0, 8))
+
+
+def install() -> None:
+    """Give Mamba2's mixers and the rejection sampler what they need to be right with drafts.
+
+    What the engine does right is left alone. To be called when a model with a draft is built on a CPU, before it runs;
+    calling again changes nothing.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.ops.cpu import mamba_ssm
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
 
     if getattr(mamba_mixer2, "_honours_accepted_drafts", False):
         return
@@ -188,10 +231,20 @@ def install() -> None:
         def selective_state_update(*args, num_accepted_tokens=None, dst_state_batch_indices=None, **kwargs):
             if num_accepted_tokens is None:
                 return dispatch(*args, dst_state_batch_indices=dst_state_batch_indices, **kwargs)
-            return speculative_state_update(update, *args, num_accepted_tokens=num_accepted_tokens, **kwargs)
+            return speculative_state_update(*args, num_accepted_tokens=num_accepted_tokens, **kwargs)
 
         mamba_mixer2.selective_state_update = selective_state_update
         logger.info("CPU: Mamba2's state-space update replaced by one that honours accepted drafts.")
+
+    if not expansion_is_right(rejection_sampler.expand_batch_to_tokens):
+        # Its kernel writes to a copy, and the sampler reads memory that nobody has written.
+        rejection_sampler.expand_batch_to_tokens = expand_to_tokens
+        logger.info("CPU: the rejection sampler's expansion of sampling settings replaced by one that works.")
+
+    top_k = topk_topp_sampler.apply_top_k_only
+    if not top_k_is_right(top_k):
+        # It takes the maximum of no rows, and a request with top_k would kill the engine.
+        topk_topp_sampler.apply_top_k_only = lambda logits, k: top_k(logits, k) if len(logits) else logits
 
 
 def turn_off_prefix_caching(cache_config: Any) -> None:
