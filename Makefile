@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv/bin/python
 
-.PHONY: help setup demo test check format
+.PHONY: help setup demo test lossless check format
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -19,6 +19,9 @@ test: check  ## lint, format, types and tests
 	@echo "== pytest"
 	@$(VENV) -m pytest
 	@echo "make test: lint, format, types and tests passed"
+
+lossless: setup  ## compare thousands of results with and without a draft (about half an hour)
+	@$(VENV) -m pytest tests/collections/speechlm2/vllm/test_lossless.py -m "grid or not grid"
 
 check: setup  ## lint, format and types only
 	@echo "== ruff check" && $(VENV) -m ruff check

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MTP draft: its routing, its weights, and that it never changes the text."""
+"""The MTP draft: its routing, its weights, and what makes it right; test_lossless.py shows that it is."""
 
 from __future__ import annotations
 
@@ -272,35 +272,15 @@ def counted(llm, name: str) -> int:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:spec_decode_num_{name}")
 
 
-@pytest.fixture(scope="module")
-def undrafted(engine, checkpoint) -> list[tuple[int, ...]]:
-    return generate(engine(checkpoint(), dtype="float32"))
-
-
-@pytest.mark.parametrize(
-    ("drafts", "options"),
-    [(1, {}), (4, {}), (7, {}), (3, {"max_num_seqs": 1}), (4, {"max_num_batched_tokens": 32, "max_num_seqs": 4})],
-    ids=["K=1", "K=4", "K=7", "alone", "chunked"],
-)
-def test_a_draft_never_changes_the_text(engine, checkpoint, undrafted, drafts, options):
-    speculation = {"method": "mtp", "num_speculative_tokens": drafts}
-    llm = engine(checkpoint(), dtype="float32", speculative_config=speculation, disable_log_stats=False, **options)
-    assert generate(llm) == undrafted
-    assert counted(llm, "draft_tokens") > 0
-
-
-def test_an_attention_only_backbone_is_no_hybrid_and_keeps_its_text(engine, checkpoint):
-    folder = checkpoint("nemotron_attention")
-    plain = engine(folder, dtype="float32")
+def test_an_attention_only_backbone_is_no_hybrid(engine, checkpoint):
+    plain = engine(checkpoint("nemotron_attention"), dtype="float32")
     assert not plain.llm_engine.model_config.is_hybrid
     assert plain.llm_engine.vllm_config.cache_config.enable_prefix_caching
-    expected = generate(plain)
-    speculation = {"method": "mtp", "num_speculative_tokens": 3}
-    assert generate(engine(folder, dtype="float32", speculative_config=speculation)) == expected
 
 
-def test_without_our_corrections_the_text_is_wrong(engine, checkpoint, undrafted, monkeypatch):
+def test_without_our_corrections_the_text_is_wrong(engine, checkpoint, monkeypatch):
     """Fails when vLLM heals: then the corrections may go."""
+    undrafted = generate(engine(checkpoint(), dtype="float32"))
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.ops import ssu_dispatch
     from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_update_cpu
