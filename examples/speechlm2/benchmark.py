@@ -15,20 +15,23 @@ import json
 import multiprocessing
 import os
 import statistics
+from itertools import cycle, islice
 from pathlib import Path
 
 from transcribe import MAX_TOKENS, PROMPT, audio_message, read_manifest, word_error_rate
 
 
-def worker(pipe, checkpoint: str, dtype: str, audio: list[Path], drafts: int) -> None:
-    """An engine that transcribes all audio in batches of the size that each message asks for."""
+def worker(pipe, checkpoint: str, dtype: str, audio: list[Path], largest: int, drafts: int) -> None:
+    """An engine that transcribes all audio in batches of the size that each message asks for, at most ``largest``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
     speculation = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None
     engine = LLM(checkpoint, dtype=dtype, enforce_eager=True, disable_log_stats=False, speculative_config=speculation)
-    messages = [[audio_message(path, PROMPT)] for path in audio]
+    # Repeated until the largest batches are full.
+    whole = -(-len(audio) // largest) * largest
+    messages = [[audio_message(path, PROMPT)] for path in islice(cycle(audio), whole)]
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     pipe.send("ready")
     while batch := pipe.recv():
@@ -44,7 +47,7 @@ def worker(pipe, checkpoint: str, dtype: str, audio: list[Path], drafts: int) ->
             if metric.name.startswith("vllm:spec_decode_num_"):
                 name = metric.name.removeprefix("vllm:spec_decode_num_")
                 counts[name] = list(getattr(metric, "values", None) or [metric.value])
-        pipe.send({"texts": texts, "speed": tokens / seconds, "counts": counts})
+        pipe.send({"texts": texts[: len(audio)], "speed": tokens / seconds, "counts": counts})
     engine.llm_engine.engine_core.shutdown()
 
 
@@ -52,8 +55,9 @@ class Engine:
     """A worker process; ``run`` waits for its answer, so two engines never work at once."""
 
     def __init__(self, *args):
-        self.pipe, theirs = multiprocessing.Pipe()
-        self.process = multiprocessing.Process(target=worker, args=(theirs, *args))
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=worker, args=(theirs, *args))
         self.process.start()
         self.pipe.recv()
 
@@ -66,38 +70,47 @@ class Engine:
         self.process.join()
 
 
-def measure(args: argparse.Namespace) -> dict:
-    utterances = read_manifest(args.manifest)
+def measure(
+    checkpoint: str, manifest: Path, drafts: list[int], batches: list[int], turns: int, dtype: str = "float32"
+) -> dict:
+    """The figures as they are written to JSON; a line of them is printed for each number of drafts."""
+    utterances = read_manifest(manifest)
     audio, references = [u.path for u in utterances], [u.reference or "" for u in utterances]
-    plain = Engine(args.checkpoint, args.dtype, audio, 0)
-    expected = plain.run(max(args.batches))["texts"]
-    figures = {"files": len(audio), "wer": word_error_rate(references, expected), "drafts": {}}
-    for drafts in args.drafts:
-        drafted = Engine(args.checkpoint, args.dtype, audio, drafts)
-        first = drafted.run(max(args.batches))  # warm, and the texts and counts of one whole pass
+    plain = Engine(checkpoint, dtype, audio, max(batches), 0)
+    expected = plain.run(max(batches))["texts"]
+    figures = {"files": len(audio), "dtype": dtype, "wer": word_error_rate(references, expected), "drafts": {}}
+    for count in drafts:
+        drafted = Engine(checkpoint, dtype, audio, max(batches), count)
+        first = drafted.run(max(batches))  # warm, and the texts and counts of one whole pass
         counts = first["counts"]
-        rounds = counts["drafts"][0]
-        figures["drafts"][drafts] = entry = {
+        steps = counts["drafts"][0]
+        figures["drafts"][count] = entry = {
             "wer": word_error_rate(references, first["texts"]),
             "same_text": sum(a == b for a, b in zip(first["texts"], expected, strict=True)),
-            "mean_accepted_length": 1 + counts["accepted_tokens"][0] / rounds,
-            "acceptance_per_position": [n / rounds for n in counts["accepted_tokens_per_pos"]],
+            "mean_accepted_length": 1 + counts["accepted_tokens"][0] / steps,
+            "acceptance_per_position": [n / steps for n in counts["accepted_tokens_per_pos"]],
             "speed": {},
         }
-        for batch in args.batches:
-            turns = [(drafted.run(batch)["speed"], plain.run(batch)["speed"]) for _ in range(args.turns)]
+        for batch in batches:
+            pairs = [(drafted.run(batch)["speed"], plain.run(batch)["speed"]) for _ in range(turns)]
             entry["speed"][batch] = {
-                "tokens_per_second": statistics.median(mine for mine, _ in turns),
-                "without": statistics.median(theirs for _, theirs in turns),
-                "ratio": statistics.median(mine / theirs for mine, theirs in turns),
+                "tokens_per_second": statistics.median(mine for mine, _ in pairs),
+                "without": statistics.median(theirs for _, theirs in pairs),
+                "ratio": statistics.median(mine / theirs for mine, theirs in pairs),
             }
         drafted.close()
-        speeds = "  ".join(f"{s['ratio']:.2f}x at batch {b}" for b, s in entry["speed"].items())
+        positions = " ".join(f"{share:.0%}" for share in entry["acceptance_per_position"])
         print(
-            f"K={drafts}  WER {entry['wer']:.2%} (without: {figures['wer']:.2%}), {entry['same_text']} of {len(audio)} "
-            f"texts the same, {entry['mean_accepted_length']:.2f} tokens a step; {speeds}",
+            f"  K={count}  WER {entry['wer']:.2%} (without {figures['wer']:.2%}), {entry['same_text']} of {len(audio)} "
+            f"texts the same, {entry['mean_accepted_length']:.2f} tokens a step (accepted: {positions})",
             flush=True,
         )
+        for batch, speed in entry["speed"].items():
+            print(
+                f"       batch {batch}: {speed['tokens_per_second']:.0f} tokens/s, without {speed['without']:.0f}: "
+                f"{speed['ratio']:.2f} times as fast",
+                flush=True,
+            )
     plain.close()
     return figures
 
@@ -112,8 +125,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
-    multiprocessing.set_start_method("spawn")
-    figures = measure(args)
+    figures = measure(args.checkpoint, args.manifest, args.drafts, args.batches, args.turns, args.dtype)
     if args.out:
         args.out.write_text(json.dumps(figures, indent=2) + "\n")
 

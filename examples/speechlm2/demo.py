@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny bundled checkpoint at work: transcribe the bundled audio offline, then ask a local vLLM server for one.
+"""The tiny bundled checkpoint at work: offline, behind a local vLLM server, and what its draft is worth.
 
 Run by `make demo`. Everything stays on this machine: no download, no telemetry, the server listens on 127.0.0.1.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmark import measure
 from chat_client import ask
 from openai import OpenAI
 from transcribe import load_engine, read_manifest, transcribe_and_report
@@ -47,7 +49,8 @@ def server(checkpoint: Path) -> Iterator[str]:
         port = str(probe.getsockname()[1])
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
     command += ["--host", "127.0.0.1", "--port", port, "--dtype", DTYPE, "--enforce-eager"]
-    print(f"  vllm {' '.join(command[3:])}", flush=True)
+    command += ["--speculative-config", '{"method":"mtp","num_speculative_tokens":4}']
+    print(f"  vllm {shlex.join(command[3:])}", flush=True)
     with tempfile.TemporaryFile("w+") as log:
         # A session of its own, so that the engine's processes can be stopped with the server's.
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -99,7 +102,7 @@ def main() -> None:
     transcribe_and_report(engine, utterances)
     del engine  # ends its process and gives its memory back
 
-    print("\n2. Server: the same checkpoint behind OpenAI's chat API", flush=True)
+    print("\n2. Server: the same checkpoint, with its draft, behind OpenAI's chat API", flush=True)
     with server(args.checkpoint) as base_url:
         path = utterances[0].path
         print(f"  python chat_client.py --base-url {base_url} {path.name}")
@@ -108,6 +111,11 @@ def main() -> None:
         print(f"  answer      {answer}  ({time.monotonic() - begin:.1f} s)")
         print("  stopping the server", flush=True)
     print("  stopped")
+
+    print(
+        "\n3. The draft: K tokens guessed a step, against no draft; two engines that take turns (minutes)", flush=True
+    )
+    measure(str(args.checkpoint), args.manifest, drafts=[1, 2, 3, 4, 5, 6], batches=[1, 4, 8], turns=3, dtype=DTYPE)
 
 
 if __name__ == "__main__":

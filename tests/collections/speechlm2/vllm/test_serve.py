@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -23,20 +24,21 @@ from random_checkpoints import TEST_SET, TRAINED, noise
 
 MODEL = "salm"
 START_SECONDS = 420
+DRAFTS = 4
 
 
 @pytest.fixture(scope="module")
-def client(checkpoint, tmp_path_factory) -> Iterator[openai.OpenAI]:
-    """A server on a free port of the loopback: the trained checkpoint where there is one, else a random one."""
-    folder = TRAINED if (TRAINED / "model.safetensors").exists() else checkpoint("nemotron_h")
+def client(tmp_path_factory) -> Iterator[openai.OpenAI]:
+    """A server of the trained checkpoint with its draft, on a free port of the loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # As a user would have it: the engine in processes of its own, which load the plugin by themselves.
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder), "--host", "127.0.0.1"]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(TRAINED), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--served-model-name", MODEL, "--max-model-len", "512", "--enforce-eager"]
+    command += ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": DRAFTS})]
     with log.open("w") as output:
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
@@ -138,7 +140,36 @@ def test_a_locator_in_the_text_needs_its_audio(client):
     assert isinstance(chat(client, "Transcribe: ", part(wav(noise(16_000))), max_tokens=4), str)
 
 
-@pytest.mark.skipif(not (TRAINED / "model.safetensors").exists(), reason="the tiny checkpoint is not there yet")
+def scrape(client: openai.OpenAI) -> dict[str, float]:
+    """The server's counters of drafts, by what follows `vllm:spec_decode_num_` and, for positions, by position."""
+    with urllib.request.urlopen(str(client.base_url).replace("/v1/", "/metrics"), timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    counters = {}
+    for line in lines:
+        if found := re.match(r'vllm:spec_decode_num_(\w+)_total\{.*?(?:position="(\d+)")?\} (\S+)', line):
+            counters[found[1] + (found[2] or "")] = float(found[3])
+    return counters
+
+
+def test_metrics_count_the_drafts(client):
+    before = scrape(client)
+    tokens = 33
+    client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": [part((TEST_SET.parent / "00.wav").read_bytes())]}],
+        temperature=0.0,
+        max_tokens=tokens,
+        extra_body={"ignore_eos": True},
+    )
+    grown = {name: value - before[name] for name, value in scrape(client).items()}
+    assert 0 < grown["accepted_tokens"] <= grown["draft_tokens"] <= DRAFTS * grown["drafts"]
+    positions = [grown[f"accepted_tokens_per_pos{i}"] for i in range(DRAFTS)]
+    assert sum(positions) == grown["accepted_tokens"]
+    assert positions == sorted(positions, reverse=True)
+    # The prompt gives one token, a step one and what it accepts; the last may accept more than is wanted.
+    assert tokens - 1 <= 1 + grown["drafts"] + grown["accepted_tokens"] <= tokens + DRAFTS
+
+
 def test_real_speech_becomes_text(client):
     """The first recordings, of which the checkpoint gets most right word for word."""
     entries = [json.loads(line) for line in TEST_SET.read_text().splitlines()[:4]]
