@@ -27,6 +27,7 @@ from pathlib import Path
 
 import jiwer
 import numpy as np
+import soxr
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -50,9 +51,12 @@ class Utterance:
     num_samples: int
     text: str
 
-    def audio(self) -> torch.Tensor:
-        samples = self.shard[self.offset : self.offset + self.num_samples]
-        return torch.from_numpy(samples.astype(np.float32) / 32768)
+    def audio(self, rng: random.Random | None = None) -> torch.Tensor:
+        """float32 samples; with ``rng`` half of them at another speed and pitch, which makes voices of a voice."""
+        samples = self.shard[self.offset : self.offset + self.num_samples].astype(np.float32) / 32768
+        if rng and rng.random() < 0.5:
+            samples = soxr.resample(samples, SAMPLE_RATE, SAMPLE_RATE * rng.uniform(0.92, 1.08), quality="LQ")
+        return torch.from_numpy(samples)
 
 
 def load_utterances(folder: Path) -> list[Utterance]:
@@ -81,11 +85,12 @@ class Batcher:
         for group in groups:
             user = (rng.choice(PROMPTS) if rng else PROMPTS[0]).format("\n".join([LOCATOR] * len(group)))
             prompt = self.tokenizer.encode(f"{IM_START}user\n{user}{IM_END}\n{IM_START}assistant\n").ids
-            counts = iter(self.num_tokens(utterance.num_samples) for utterance in group)
+            audio = [utterance.audio(rng) for utterance in group]
+            counts = iter(self.num_tokens(len(samples)) for samples in audio)
             ids = [i for token in prompt for i in [token] * (next(counts) if token == self.locator else 1)]
             starts.append(len(ids))
             rows.append(ids + self.tokenizer.encode("\n".join(u.text for u in group) + IM_END).ids)
-            audios += [utterance.audio() for utterance in group]
+            audios += audio
         targets = [[self.words[word] for word in u.text.split()] for group in groups for u in group]
         pad = nn.utils.rnn.pad_sequence
         return {
@@ -104,7 +109,7 @@ def mask_features(features: torch.Tensor, lengths: torch.Tensor, rng: random.Ran
     features = features.clone()
     for row, length in zip(features, lengths.tolist(), strict=True):
         for _ in range(2):
-            width, span = rng.randint(0, 12), rng.randint(0, max(1, length // 20))
+            width, span = rng.randint(0, 10), rng.randint(0, max(1, length // 25))
             band, start = rng.randint(0, row.shape[1] - width), rng.randint(0, length - span)
             row[:, band : band + width] = 0
             row[start : start + span] = 0
@@ -126,7 +131,7 @@ class Losses(nn.Module):
                 features = mask_features(features, frames, mask_rng)
         audio, audio_lengths = model.perception.encode(features, frames)
         ctc = F.ctc_loss(
-            model.ctc(audio).log_softmax(-1).transpose(0, 1),
+            model.ctc(audio).float().log_softmax(-1).transpose(0, 1),
             batch["ctc_targets"],
             audio_lengths,
             batch["ctc_lengths"],
@@ -212,6 +217,19 @@ def batches(folder: Path, clock: dict, rank: int, ranks: int, seed: int):
         round_number += 1
 
 
+@torch.no_grad()
+def share_out(parameters: list[nn.Parameter], owner: int) -> None:
+    """Give every process the values that process ``owner`` has for ``parameters``."""
+    flat = nn.utils.parameters_to_vector(parameters)
+    dist.broadcast(flat, owner)
+    nn.utils.vector_to_parameters(flat, parameters)
+
+
+def save_file(state: object, path: Path) -> None:
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").rename(path)
+
+
 def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(args.port))
@@ -224,21 +242,30 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
     model = load_checkpoint(args.init) if args.init else TinySALM()
     batcher = Batcher(tokenizer, model)
     losses = nn.parallel.DistributedDataParallel(Losses(model, batcher.locator), find_unused_parameters=True)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=True)
+    # Muon (Jordan et al. 2024) for the inner matrices needs about half of AdamW's steps here; as its update costs a
+    # third of a step, each process computes its part of the matrices and hands the result round.
+    outer = ("ctc.", "llm.model.embeddings.", "llm.lm_head.")
+    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and not name.startswith(outer)]
+    inner.sort(key=torch.Tensor.numel)
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in inner)]
+    optimizers = [
+        torch.optim.Muon(inner[rank::ranks], lr=args.lr, weight_decay=0.01, ns_steps=4, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=0.6 * args.lr, weight_decay=0.0, betas=(0.9, 0.98), fused=True),
+    ]
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     average = copy.deepcopy(model)
     step, used, best = 0, 0.0, math.inf
-    state_file = args.work / "state.pt"
+    state_file, own_file = args.work / "state.pt", args.work / f"optimizers-{rank}.pt"
     if state_file.exists():
         state = torch.load(state_file, map_location="cpu")
         model.load_state_dict(state["model"])
         average.load_state_dict(state["average"])
-        optimizer.load_state_dict(state["optimizer"])
         step, used, best = state["step"], state["used"], state["best"]
+    if own_file.exists():
+        for optimizer, own in zip(optimizers, torch.load(own_file, map_location="cpu"), strict=True):
+            optimizer.load_state_dict(own)
     dev = load_utterances(args.dev)[: args.dev_count] if rank == 0 else []
-    clock = {"share": 0.25, "utterances": 10}
+    clock = {"share": args.shortest, "utterances": args.utterances}
     stream = batches(args.data, clock, rank, ranks, args.seed + step)
     rng = random.Random(f"{args.seed} {rank} {step}")
     started, sums, last_eval, last_save, last_log = time.monotonic() - used, {}, used, used, (step, used)
@@ -246,28 +273,34 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
         now = torch.tensor([time.monotonic() - started])
         dist.broadcast(now, 0)
         used = now.item()
-        ctc_share = min(1.0, used / (60 * args.ctc_minutes))
-        ctc_only = ctc_share < 1
+        ctc_only = used < 60 * args.ctc_minutes
         # Each phase goes from short utterances to all of them: alignments are found on short ones.
         joint_share = (used - 60 * args.ctc_minutes) / (60 * (args.minutes - args.ctc_minutes))
-        ramp = (ctc_share - 0.4) / 0.5 if ctc_only else (joint_share - 0.35) / 0.3
-        clock["share"] = min(1.0, max(0.3, 0.3 + 0.7 * ramp))
-        clock["utterances"] = 10 if clock["share"] < 1 else 16
+        ramp = (used / (60 * args.ctc_minutes) - 0.4) / 0.5 if ctc_only else (joint_share - 0.3) / 0.3
+        clock["share"] = min(1.0, max(args.shortest, args.shortest + (1 - args.shortest) * ramp))
         share = min(1.0, used / (60 * args.minutes))
-        rate = args.lr * min(1.0, (step + 1) / 200) * max(0.01, 0.5 * (1 + math.cos(math.pi * share)))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        factor = min(1.0, (step + 1) / 200) * max(0.01, min(1.0, (1 - share) / 0.5))  # constant, then to nothing
+        for group, rate in zip((g for optimizer in optimizers for g in optimizer.param_groups), rates, strict=True):
+            group["lr"] = rate * factor
         model.train()
         result = losses(batcher(next(stream), rng), None if ctc_only else rng, ctc_only)
         result["loss"].backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if norm.isfinite():
-            optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            if norm.isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+        for owner in range(ranks):
+            share_out(inner[owner::ranks], owner)
         step += 1
+        finished = used >= 60 * args.minutes
+        save = finished or used - last_save > 180
+        if save:
+            last_save = used
+            save_file([optimizer.state_dict() for optimizer in optimizers], own_file)
         if rank:
             continue
-        keep = min(0.999, step / (step + 10))
+        keep = min(0.995, step / (step + 10))
         with torch.no_grad():
             for ours, theirs in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
                 ours.lerp_(theirs, 1 - keep) if ours.is_floating_point() else ours.copy_(theirs)
@@ -276,9 +309,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
         if step % 50 == 0:
             pace = (used - last_log[1]) / (step - last_log[0])
             figures = " ".join(f"{key} {value / 50:.3f}" for key, value in sums.items())
-            print(f"{used / 60:6.1f} min step {step} {pace:.2f} s/step lr {rate:.1e} {figures}", flush=True)
+            print(f"{used / 60:6.1f} min step {step} {pace:.2f} s/step lr {args.lr * factor:.1e} {figures}", flush=True)
             sums, last_log = {}, (step, used)
-        finished = used >= 60 * args.minutes
         if finished or (used - last_eval > 60 * args.eval_minutes and not ctc_only):
             last_eval = used
             torch.set_num_threads(ranks)
@@ -292,11 +324,9 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
             if wer <= best:
                 best = wer
                 export_checkpoint(average, tokenizer, args.out)
-        if finished or used - last_save > 180:
-            last_save = used
-            state = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state | {"step": step, "used": used, "best": best}, state_file.with_suffix(".tmp"))
-            state_file.with_suffix(".tmp").rename(state_file)
+        if save:
+            weights = {"model": model.state_dict(), "average": average.state_dict()}
+            save_file(weights | {"step": step, "used": used, "best": best}, state_file)
     dist.destroy_process_group()
 
 
@@ -313,7 +343,9 @@ def main() -> None:
     )
     parser.add_argument("--eval-minutes", type=float, default=6)
     parser.add_argument("--dev-count", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=1.2e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--shortest", type=float, default=0.3, help="share of the data, shortest first, to begin with")
+    parser.add_argument("--utterances", type=int, default=16, help="at most, per process and step")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--port", type=int, default=29511, help="loopback port the processes meet on")

@@ -125,7 +125,7 @@ def test_a_count_mismatch_is_an_error(model, rows):
 
 def test_fusion_casts_to_the_tables_type_and_leaves_the_ids():
     table, ids = torch.randn(4, 8, dtype=torch.bfloat16), torch.tensor([1, 9])
-    fused = fuse_embeddings(ids, lambda i: table[i], [torch.ones(1, 8)], torch.tensor([False, True]))
+    fused = fuse_embeddings(ids, lambda i: table[i], 4, [torch.ones(1, 8)], torch.tensor([False, True]))
     assert fused.dtype == torch.bfloat16
     assert fused[1].tolist() == [1.0] * 8
     assert ids.tolist() == [1, 9]

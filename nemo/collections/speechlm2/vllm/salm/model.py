@@ -44,23 +44,24 @@ from nemo.collections.speechlm2.vllm.salm.weights import (
 def fuse_embeddings(
     input_ids: torch.Tensor,
     embed: Callable[[torch.Tensor], torch.Tensor],
+    table_rows: int,
     multimodal_embeddings: MultiModalEmbeddings | None,
     is_multimodal: torch.Tensor | None,
 ) -> torch.Tensor:
     """Token embeddings with the audio embeddings in the placeholders' places, for target and draft alike.
 
     Args:
-        input_ids: (tokens,) of a batch of requests; a placeholder's may be one that the table has no row for.
+        input_ids: (tokens,) of a batch of requests.
         embed: the embedding table's lookup, (tokens,) -> (tokens, hidden).
+        table_rows: rows of that table. Ids beyond it, which a placeholder may have, or a locator that came as text
+            without its audio, are taken for the last row.
         multimodal_embeddings: per audio (placeholders, hidden), in the placeholders' order; None or empty for text.
         is_multimodal: (tokens,) bool, true at the placeholders; needed with embeddings.
 
     Raises:
         ValueError: there are embeddings but no mask, or more or fewer rows than placeholders.
     """
-    if is_multimodal is not None:
-        input_ids = input_ids.masked_fill(is_multimodal.to(input_ids.device, non_blocking=True), 0)
-    embeddings = embed(input_ids)
+    embeddings = embed(input_ids.clamp(max=table_rows - 1))
     if multimodal_embeddings is None or len(multimodal_embeddings) == 0:
         return embeddings
     if is_multimodal is None:
@@ -146,9 +147,8 @@ class NeMoSpeechLMForConditionalGeneration(
         is_multimodal: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(tokens,) ids -> (tokens, hidden) embeddings; see ``fuse_embeddings``."""
-        # A locator that came without its audio is text, and may lie beyond the table.
-        input_ids = input_ids.clamp(max=self.padding.table_rows - 1)
-        return fuse_embeddings(input_ids, self.language_model.embed_input_ids, multimodal_embeddings, is_multimodal)
+        embed, rows = self.language_model.embed_input_ids, self.padding.table_rows
+        return fuse_embeddings(input_ids, embed, rows, multimodal_embeddings, is_multimodal)
 
     get_input_embeddings = embed_input_ids  # the older name
 

@@ -46,8 +46,8 @@ class NeMoSpeechLMMTP(NemotronHMTP):
         *,
         is_multimodal: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        input_ids = input_ids.clamp(max=self.padding.table_rows - 1)  # as the target does
-        return fuse_embeddings(input_ids, self.model.embed_tokens, multimodal_embeddings, is_multimodal)
+        embed, rows = self.model.embed_tokens, self.padding.table_rows
+        return fuse_embeddings(input_ids, embed, rows, multimodal_embeddings, is_multimodal)
 
     get_input_embeddings = embed_input_ids
 
