@@ -17,6 +17,30 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 logger = init_logger("vllm.nemo_speechlm")  # below vLLM's own, so that its settings hold
 
 
+class _Sequences:
+    """Between the tokens of several sequences, end to end, and a padded batch of them."""
+
+    def __init__(self, query_start_loc: torch.Tensor):
+        lengths = query_start_loc.diff()
+        self.count, self.longest = len(lengths), int(lengths.max())
+        # None where all are equally long, as in most decode steps: then both are views of one memory.
+        self.inside = None
+        if self.count * self.longest != int(query_start_loc[-1]):
+            self.inside = torch.arange(self.longest) < lengths[:, None]
+
+    def pad(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(tokens, ...) -> (sequences, longest, ...)"""
+        if self.inside is None:
+            return tokens[: self.count * self.longest].unflatten(0, (self.count, self.longest))
+        padded = tokens.new_zeros(self.count, self.longest, *tokens.shape[1:])
+        padded[self.inside] = tokens[: int(self.inside.sum())]
+        return padded
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """(sequences, longest, ...) -> (tokens, ...)"""
+        return padded.flatten(0, 1) if self.inside is None else padded[self.inside]
+
+
 def speculative_conv1d_update(
     x: torch.Tensor,
     conv_state: torch.Tensor,
@@ -45,26 +69,21 @@ def speculative_conv1d_update(
     Returns:
         (tokens, channels) in x's dtype; rows of no sequence are zero.
     """
-    width = weight.shape[1]
-    slots = conv_state_indices.reshape(len(conv_state_indices), -1)[:, 0].long()
-    starts, counts = query_start_loc[:-1].long(), query_start_loc.diff().long()
-    longest = int(counts.max())
-    steps = torch.arange(longest)
-    inside = steps < counts[:, None]
-    tokens = (starts[:, None] + steps).masked_fill(~inside, 0)
-
-    history = (num_accepted_tokens.long() - 1)[:, None] + torch.arange(width - 1)
-    history = conv_state[slots].gather(2, history[:, None].expand(-1, conv_state.shape[1], -1))
-    step = x[tokens].to(conv_state.dtype).masked_fill(~inside[..., None], 0).transpose(1, 2)
-    sequence = torch.cat([history, step], dim=2)
+    sequences, width = _Sequences(query_start_loc), weight.shape[1]
+    slots = conv_state_indices.reshape(sequences.count, -1)[:, 0].long()
+    columns = num_accepted_tokens.long()[:, None] + torch.arange(-1, width - 2)
+    history = conv_state[slots[:, None], :, columns]  # (sequences, width - 1, channels)
+    line = torch.cat([history, sequences.pad(x).to(history.dtype)], dim=1)
     # Columns past a shorter sequence's tokens are never read: its next history ends at its own last token.
-    conv_state[slots, :, : width - 2 + longest] = sequence[:, :, 1:]
+    conv_state[slots, :, : line.shape[1] - 1] = line[:, 1:].transpose(1, 2)
 
-    result = F.conv1d(sequence.to(weight.dtype), weight[:, None], bias, groups=len(weight))
+    result = sum(line[:, i : i + sequences.longest] * weight[:, i] for i in range(width))
+    if bias is not None:
+        result = result + bias
     if activation is not None:
         result = F.silu(result)
     out = torch.zeros_like(x)
-    out[tokens[inside]] = result.transpose(1, 2)[inside].to(x.dtype)
+    out[: query_start_loc[-1]] = sequences.unpad(result)
     return out
 
 
@@ -101,31 +120,27 @@ def speculative_state_update(
         out: (tokens, heads, head_dim), written.
         dt_softplus: whether softplus is applied to dt + dt_bias.
     """
-    starts, counts = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    longest, groups = int(counts.max()), B.shape[1]
-    steps = torch.arange(longest)
-    inside = steps < counts[:, None]
-    tokens = (starts[:, None] + steps).masked_fill(~inside, 0)
-
-    delta = dt[tokens, :, 0].float()
+    sequences = _Sequences(cu_seqlens)
+    values, delta, B, C = (sequences.pad(tensor).float() for tensor in (x, dt[..., 0], B, C))
     if dt_bias is not None:
         delta = delta + dt_bias[:, 0]
     if dt_softplus:
         delta = F.softplus(delta)
-    values, B, C = x[tokens].float(), B[tokens].float(), C[tokens].float()
     decay = (delta * A[:, 0, 0]).exp()[..., None, None]
-    by_group = (delta[..., None] * values).unflatten(2, (groups, -1)).flatten(3)  # (sequences, steps, groups, channels)
-    states = by_group[..., None] * B[..., None, :]
+    # By groups of heads, (sequences, steps, groups, channels, state_size), then by heads.
+    states = (delta[..., None] * values).view(*B.shape[:3], -1, 1) * B[..., None, :]
     by_head = states.view(*values.shape, -1)
     before = state[state_batch_indices.gather(1, num_accepted_tokens.long()[:, None] - 1)[:, 0].long()].float()
-    for step in range(longest):
+    for step in range(sequences.longest):
         before = by_head[:, step].addcmul_(decay[:, step], before)
 
     result = (states @ C[..., None]).view_as(values)
     if D is not None:
         result = result + D[:, :1] * values
-    out[tokens[inside]] = result[inside].to(out.dtype)
-    slots = state_batch_indices[:, :longest].long().masked_fill(~inside, NULL_BLOCK_ID)  # never read
+    out[: cu_seqlens[-1]] = sequences.unpad(result)
+    slots = state_batch_indices[:, : sequences.longest].long()
+    if sequences.inside is not None:
+        slots = slots.masked_fill(~sequences.inside, NULL_BLOCK_ID)  # a slot that is never read
     state[slots.flatten()] = by_head.flatten(0, 1).to(state.dtype)
     return out
 
