@@ -77,9 +77,8 @@ def speculative_conv1d_update(
     # Columns past a shorter sequence's tokens are never read: its next history ends at its own last token.
     conv_state[slots, :, : line.shape[1] - 1] = line[:, 1:].transpose(1, 2)
 
-    result = sum(line[:, i : i + sequences.longest] * weight[:, i] for i in range(width))
-    if bias is not None:
-        result = result + bias
+    windows = (line[:, i : i + sequences.longest] * weight[:, i] for i in range(width))
+    result = sum(windows, start=torch.zeros(()) if bias is None else bias)
     if activation is not None:
         result = F.silu(result)
     out = torch.zeros_like(x)
