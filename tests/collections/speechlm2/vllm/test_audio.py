@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from random_checkpoints import LOCATOR, VOCAB_SIZE, build_checkpoint, noise, prompt, salm_config
+from random_checkpoints import LOCATOR, VOCAB_SIZE, build_checkpoint, build_tokenizer, noise, prompt, salm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
@@ -239,9 +241,35 @@ def test_any_number_of_audios(processor):
     assert processor.info.get_supported_mm_limits() == {"audio": None}
 
 
-def test_a_tag_the_tokenizer_splits_is_refused(tmp_path):
-    folder = build_checkpoint(tmp_path, config={**salm_config(), "audio_locator_tag": "<|speech|>"})
+def processor_of(folder):
     config = EngineArgs(model=str(folder), max_model_len=256).create_model_config()
-    processor = MULTIMODAL_REGISTRY.create_processor(config)
-    with pytest.raises(ValueError, match=r"audio_locator_tag '<\|speech\|>' is 10 tokens.*special token"):
-        process(processor, prompt(""), WAVE)
+    return MULTIMODAL_REGISTRY.create_processor(config)
+
+
+def test_a_tag_missing_from_the_tokenizer_is_added(tmp_path):
+    """It takes the next free id, and prompts are tokenized with it."""
+    folder = build_checkpoint(tmp_path, config={**salm_config(), "audio_locator_tag": "<|speech|>"})
+    processor = processor_of(folder)
+    free = len(build_tokenizer().get_vocab())
+    assert processor.info.get_locator_id() == free
+    assert processor.info.get_tokenizer().encode("a<|speech|>b").count(free) == 1
+    assert processor.info.get_locator_id() == free
+
+
+def test_a_tag_the_tokenizer_splits_is_refused(tmp_path):
+    """One that is in the vocabulary, but not as a token of its own."""
+    folder = build_checkpoint(tmp_path, config={**salm_config(), "audio_locator_tag": "ab"})
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["ab"] = len(tokenizer["model"]["vocab"]) + 1
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="audio_locator_tag 'ab' is 2 tokens.*special token"):
+        processor_of(folder)
+
+
+def test_a_tag_beyond_the_table_is_refused(tmp_path):
+    folder = build_checkpoint(tmp_path, config={**salm_config(), "audio_locator_tag": "<|speech|>"})
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens([f"<|extra{i}|>" for i in range(20)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match="'<.speech.>' has the id 280 .* expected one below 269"):
+        processor_of(folder)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import BatchFeature
+from transformers import AddedToken, BatchFeature
 from vllm.multimodal.audio import MONO_AUDIO_SPEC, normalize_audio
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 from vllm.multimodal.parse import AudioProcessorItems, MultiModalDataItems, MultiModalDataParser
@@ -22,6 +22,7 @@ from vllm.multimodal.processing import (
     BaseDummyInputsBuilder,
     BaseMultiModalProcessor,
     BaseProcessingInfo,
+    InputProcessingContext,
     ProcessorInputs,
     PromptReplacement,
     PromptUpdate,
@@ -121,6 +122,11 @@ class SALMDataParser(MultiModalDataParser):
 class SALMProcessingInfo(BaseProcessingInfo):
     """What vLLM's processing needs to know about the checkpoint."""
 
+    def __init__(self, ctx: InputProcessingContext):
+        super().__init__(ctx)
+        if ctx.tokenizer is not None:
+            self.get_locator_id()  # a missing tag must be there, and a bad one be known, before any prompt comes
+
     def get_hf_config(self) -> NeMoSpeechLMConfig:
         return self.ctx.get_hf_config(NeMoSpeechLMConfig)
 
@@ -143,15 +149,25 @@ class SALMProcessingInfo(BaseProcessingInfo):
     def get_locator_id(self) -> int:
         """The token id of the audio locator, which is the placeholders' too.
 
+        A tag that the tokenizer does not have, as where it is the backbone's own, is added to it.
+
         Raises:
-            ValueError: the tokenizer splits it.
+            ValueError: the tokenizer splits the tag, or has no id left that the embedding table has a row for.
         """
-        tag = self.get_hf_config().audio_locator_tag
-        ids = self.get_tokenizer().encode(tag, add_special_tokens=False)
+        config, tokenizer = self.get_hf_config(), self.get_tokenizer()
+        tag, rows = config.audio_locator_tag, config.text_config.vocab_size
+        if tokenizer.convert_tokens_to_ids(tag) in (None, tokenizer.unk_token_id):
+            tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False)])
+        ids = tokenizer.encode(tag, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(
                 f"audio_locator_tag {tag!r} is {len(ids)} tokens to the checkpoint's tokenizer, {ids}; expected one. "
                 "Add it to the tokenizer as a special token."
+            )
+        if ids[0] >= rows:
+            raise ValueError(
+                f"audio_locator_tag {tag!r} has the id {ids[0]} in the checkpoint's tokenizer; expected one below "
+                f"{rows}, the rows of the embedding table. Is the tokenizer the one of this backbone?"
             )
         return ids[0]
 

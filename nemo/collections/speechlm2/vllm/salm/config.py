@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from nemo.collections.speechlm2.vllm.salm.lora import LoRAConfig
 from nemo.collections.speechlm2.vllm.salm.mtp_config import MTPConfig
 from nemo.collections.speechlm2.vllm.salm.perception_config import PerceptionConfig
 
@@ -35,7 +36,7 @@ class NeMoSpeechLMConfig(PretrainedConfig):
         mtp_config: the MTP heads the checkpoint declares, or None.
         audio_locator_tag: the token that stands for one audio in a prompt.
         encoder_chunk_size_seconds: length of the chunks the tower was trained on, or None for whole audios.
-        lora: the LoRA settings as found, or None.
+        lora: the settings of the adapters that the weights hold, or None.
 
     Raises:
         ValueError: a field is missing or unusable; the message names it, what was found and what is accepted.
@@ -66,8 +67,6 @@ class NeMoSpeechLMConfig(PretrainedConfig):
             raise ValueError("perception is missing; expected the dict of the audio tower's settings.")
         if not isinstance(audio_locator_tag, str) or not audio_locator_tag.strip():
             raise ValueError(f"audio_locator_tag is {audio_locator_tag!r}; expected a token such as '<|audio|>'.")
-        if lora is not None and not isinstance(lora, Mapping):
-            raise ValueError(f"lora is {lora!r}; expected a dict with the rank and alpha, or null.")
 
         backbone = _find_backbone(llm_config, pretrained_llm, checkpoint)
         self.text_config = _parse_backbone(backbone)
@@ -76,7 +75,7 @@ class NeMoSpeechLMConfig(PretrainedConfig):
         self.mtp_config = MTPConfig.from_dicts(mtp, backbone)
         self.audio_locator_tag = audio_locator_tag
         self.encoder_chunk_size_seconds = chunk
-        self.lora = lora
+        self.lora = None if lora is None else LoRAConfig.from_dict(lora)
         self.pretrained_llm = pretrained_llm
         if self.perception_config.output_dim != self.text_config.hidden_size:
             raise ValueError(
