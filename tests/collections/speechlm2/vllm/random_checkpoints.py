@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,16 @@ BACKBONES: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "chunk_size": 32,
         "expand": 2,
+        # Of layers "E", in the backbone or in the MTP head alone.
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 96,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
         "tie_word_embeddings": False,
     },
     "qwen3": {
@@ -105,12 +117,15 @@ BACKBONES: dict[str, dict[str, Any]] = {
 }
 
 BACKBONES["nemotron_attention"] = {**BACKBONES["nemotron_h"], "hybrid_override_pattern": "*-*-"}
+BACKBONES["nemotron_moe"] = {**BACKBONES["nemotron_h"], "hybrid_override_pattern": "ME*E"}
+# The experts work in a space of their own, and its size is theirs: no shape tells which way round a tensor is.
+BACKBONES["nemotron_latent"] = {**BACKBONES["nemotron_moe"], "moe_latent_size": 48}
 
 MTP = {"enabled": True, "num_nextn_predict_layers": 4, "use_repeated_layer": True, "hybrid_override_pattern": "*"}
 
 
-def salm_config(backbone: str = "nemotron_h") -> dict[str, Any]:
-    """A config.json, free to be changed."""
+def salm_config(backbone: str = "nemotron_h", pattern: str = "*") -> dict[str, Any]:
+    """A config.json, free to be changed; ``pattern`` is the MTP head's."""
     config = {
         "architectures": ["NeMoSpeechLMForConditionalGeneration"],
         "model_type": "nemo_speechlm",
@@ -124,7 +139,7 @@ def salm_config(backbone: str = "nemotron_h") -> dict[str, Any]:
         "llm_config": BACKBONES[backbone],
     }
     if backbone.startswith("nemotron"):
-        config["mtp"] = MTP
+        config["mtp"] = {**MTP, "hybrid_override_pattern": pattern}
     return copy.deepcopy(config)
 
 
@@ -148,7 +163,8 @@ def _randomise(module: nn.Module, generator: torch.Generator) -> nn.Module:
         elif tensor.ndim < 2:
             tensor.normal_(float("norm" in name and name.endswith("weight")), 0.1, generator=generator)
         else:
-            tensor.normal_(0.0, 1.5 * tensor[0].numel() ** -0.5, generator=generator)
+            inputs = tensor.shape[-1] if ".experts." in name else tensor[0].numel()
+            tensor.normal_(0.0, 1.5 * inputs**-0.5, generator=generator)
     return module.eval()
 
 
@@ -162,7 +178,7 @@ def build_modules(backbone: str = "nemotron_h", seed: int = 0) -> tuple[nn.Modul
     return _randomise(llm, generator), _randomise(AudioPerception(PerceptionConfig.from_dict(PERCEPTION)), generator)
 
 
-def build_tensors(backbone: str = "nemotron_h", seed: int = 0) -> dict[str, torch.Tensor]:
+def build_tensors(backbone: str = "nemotron_h", seed: int = 0, pattern: str = "*") -> dict[str, torch.Tensor]:
     """The same under NeMo's names, and a random MTP head beside a NemotronH."""
     llm, perception = build_modules(backbone, seed)
     tensors = {}
@@ -172,16 +188,88 @@ def build_tensors(backbone: str = "nemotron_h", seed: int = 0) -> dict[str, torc
             name = name.replace(ours, nemo)
         tensors[name] = tensor
     for name, tensor in llm.state_dict().items():
-        tensors["llm." + name.replace(".embeddings.", ".embed_tokens.").replace(".norm_f.", ".norm.")] = tensor
+        name = "llm." + name.replace(".embeddings.", ".embed_tokens.").replace(".norm_f.", ".norm.")
+        if ".experts." in name:  # as NemotronH's checkpoints have them
+            layer, _, projection = name.rpartition(".")
+            tensors |= {f"{layer}.{i}.{projection}.weight": expert for i, expert in enumerate(tensor)}
+        else:
+            tensors[name] = tensor
     if backbone.startswith("nemotron"):
         generator = torch.Generator().manual_seed(seed + 1)
-        shapes = {"eh_proj.weight": (HIDDEN, 2 * HIDDEN)}
-        shapes |= {f"{name}.weight": (HIDDEN,) for name in ("enorm", "hnorm", "norm", "final_layernorm")}
-        shapes |= {f"mixer.{x}_proj.weight": (size, HIDDEN) for x, size in (("q", 128), ("k", 64), ("v", 64))}
-        shapes["mixer.o_proj.weight"] = (HIDDEN, 128)
-        for name, shape in shapes.items():
-            tensors[f"llm.mtp.layers.0.{name}"] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        for i, symbol in enumerate(pattern):
+            shapes = {"eh_proj.weight": (HIDDEN, 2 * HIDDEN)} if i == 0 else {}
+            norms = (["enorm", "hnorm"] if i == 0 else []) + ["norm"]
+            norms += ["final_layernorm"] if i == len(pattern) - 1 else []
+            shapes |= {f"{name}.weight": (HIDDEN,) for name in norms}
+            shapes |= _attention_shapes() if symbol == "*" else _moe_shapes(BACKBONES[backbone])
+            for name, shape in shapes.items():
+                tensors[f"llm.mtp.layers.{i}.{name}"] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
     return {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+
+
+def _attention_shapes() -> dict[str, tuple[int, ...]]:
+    shapes = {f"mixer.{x}_proj.weight": (size, HIDDEN) for x, size in (("q", 128), ("k", 64), ("v", 64))}
+    return {**shapes, "mixer.o_proj.weight": (HIDDEN, 128)}
+
+
+def _moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    experts, inner, shared = (
+        config[name] for name in ("n_routed_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size")
+    )
+    latent = config.get("moe_latent_size")
+    outer = latent or HIDDEN
+    shapes = {
+        "mixer.gate.weight": (experts, HIDDEN),
+        "mixer.gate.e_score_correction_bias": (experts,),
+        "mixer.shared_experts.up_proj.weight": (shared, HIDDEN),
+        "mixer.shared_experts.down_proj.weight": (HIDDEN, shared),
+    }
+    if latent:
+        shapes |= {"mixer.fc1_latent_proj.weight": (latent, HIDDEN), "mixer.fc2_latent_proj.weight": (HIDDEN, latent)}
+    for i in range(experts):
+        shapes[f"mixer.experts.{i}.up_proj.weight"] = (inner, outer)
+        shapes[f"mixer.experts.{i}.down_proj.weight"] = (outer, inner)
+    return shapes
+
+
+def pack_experts(tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
+    """All experts of a layer in one tensor per projection, as "automodel" or "transformers" has them."""
+    packed, stacks = {}, defaultdict(list)
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.\d+\.(up|down)_proj\.weight", name):
+            stacks[match.groups()].append(tensor)
+        else:
+            packed[name] = tensor
+    for (layer, projection), experts in stacks.items():
+        if layout == "automodel":
+            name = "gate_and_up_projs" if projection == "up" else "down_projs"
+            packed[f"{layer}.{name}"] = torch.stack(experts).transpose(1, 2).contiguous()
+        else:
+            packed[f"{layer}.{projection}_proj"] = torch.stack(experts)
+    return packed
+
+
+def with_adapters(tensors: dict[str, torch.Tensor], layout: str, lora: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The backbone's ``lora["target_modules"]`` as weights and adapters, in PEFT's or Automodel's names.
+
+    What the adapters add is taken out of the weights, so that merged they are what they were.
+    """
+    generator, rank = torch.Generator().manual_seed(2), lora["r"]
+    result = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if layout == "peft" and name.startswith("llm."):
+            module = module.replace("llm.", "llm.base_model.model.", 1)
+        adapted = name.startswith("llm.model.") and module.endswith(tuple(lora["target_modules"]))
+        if not adapted:
+            result[f"{module}.{kind}"] = tensor
+            continue
+        a = torch.randn(rank, tensor.shape[1], generator=generator) * 0.1
+        b = torch.randn(tensor.shape[0], rank, generator=generator) * 0.1
+        base, infix = ("base_layer.", ".default") if layout == "peft" else ("", "")
+        result[f"{module}.{base}{kind}"] = tensor - lora["lora_alpha"] / rank * b @ a
+        result |= {f"{module}.lora_A{infix}.weight": a, f"{module}.lora_B{infix}.weight": b}
+    return result
 
 
 def build_checkpoint(

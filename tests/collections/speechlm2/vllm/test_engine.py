@@ -12,7 +12,20 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from random_checkpoints import LOCATOR, TEST_SET, TRAINED, VOCAB_SIZE, build_modules, noise, prompt
+from random_checkpoints import (
+    LOCATOR,
+    TEST_SET,
+    TRAINED,
+    VOCAB_SIZE,
+    build_checkpoint,
+    build_modules,
+    build_tensors,
+    noise,
+    pack_experts,
+    prompt,
+    salm_config,
+    with_adapters,
+)
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
@@ -41,9 +54,11 @@ def generate(llm, requests, params=GREEDY) -> list[tuple[int, ...]]:
 
 
 @torch.no_grad()
-def reference(backbone: str, tokenizer, requests) -> list[tuple[int, ...]]:
+def reference(backbone: str, tokenizer, requests, tied: bool = False) -> list[tuple[int, ...]]:
     """Greedy tokens by transformers' own backbone, over the tower's embeddings put in place of the locators."""
     llm, tower = build_modules(backbone)
+    if tied:
+        llm.lm_head.weight = llm.get_input_embeddings().weight
     for module in llm.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, float("inf"))  # the engine does not clamp the step
@@ -103,6 +118,23 @@ def test_token_ids_stand_for_text(llm):
     ids = llm.get_tokenizer().encode(REQUESTS[2][0])
     request = {"prompt_token_ids": ids, "multi_modal_data": {"audio": REQUESTS[2][1]}}
     assert generate(llm, [request]) == generate(llm, [as_vllm(*REQUESTS[2])])
+
+
+def test_the_shape_of_canary_qwen(engine, tmp_path):
+    """Qwen3 under PEFT with a rank beyond its width, the head tied to a table outside, the tag not in the tokenizer."""
+    tag, lora = "<|audioplaceholder|>", {"r": 128, "lora_alpha": 256, "target_modules": ["q_proj", "v_proj"]}
+    tensors = build_tensors("qwen3")
+    del tensors["llm.lm_head.weight"]
+    stored = with_adapters(tensors, "peft", lora)
+    stored["embed_tokens.weight"] = stored.pop("llm.base_model.model.model.embed_tokens.weight")
+    config = {**salm_config("qwen3"), "audio_locator_tag": tag, "lora": {**lora, "task_type": "CAUSAL_LM"}}
+    llm = engine(build_checkpoint(tmp_path, "qwen3", config, stored), dtype="float32")
+    requests = [
+        (f"<|im_start|>user\nTranscribe the following: {LOCATOR}<|im_end|>\n<|im_start|>assistant\n", [noise(16_000)]),
+        (f"<|im_start|>user\n{LOCATOR} or {LOCATOR}?<|im_end|>\n", [noise(9_000, 1), noise(5_000, 2)]),
+    ]
+    sent = [as_vllm(text.replace(LOCATOR, tag), audios) for text, audios in requests]
+    assert generate(llm, sent) == reference("qwen3", llm.get_tokenizer(), requests, tied=True)
 
 
 def wav(samples: np.ndarray, rate: int = 16_000, subtype: str = "FLOAT") -> str:
@@ -177,6 +209,19 @@ def test_chunked_prefill_splits_an_audio(engine, checkpoint):
     requests = [REQUESTS[5], REQUESTS[2], REQUESTS[5]]
     expected = reference("nemotron_h", llm.get_tokenizer(), requests)
     assert generate(llm, [as_vllm(*request) for request in requests]) == expected
+
+
+# Plain experts, one by one and packed; and ones with a latent size, packed.
+@pytest.mark.parametrize(
+    ("backbone", "layout"), [("nemotron_moe", None), ("nemotron_moe", "automodel"), ("nemotron_latent", "automodel")]
+)
+def test_experts_are_those_of_transformers(engine, tmp_path, backbone, layout):
+    tensors = build_tensors(backbone)
+    tensors = pack_experts(tensors, layout) if layout else tensors
+    llm = engine(build_checkpoint(tmp_path, backbone, tensors=tensors), dtype="float32")
+    expected = reference(backbone, llm.get_tokenizer(), REQUESTS)
+    assert generate(llm, [as_vllm(*request) for request in REQUESTS]) == expected
+    assert len(set(expected)) == len(expected)
 
 
 # --- the trained checkpoint

@@ -162,8 +162,7 @@ def laboratory(engine, tmp_path_factory, request):
         def folder(self, topology: str):
             if topology not in self.folders:
                 backbone, pattern = TOPOLOGIES[topology]
-                config, tensors = salm_config(backbone), build_tensors(backbone)
-                config["mtp"]["hybrid_override_pattern"] = pattern
+                config, tensors = salm_config(backbone, pattern), build_tensors(backbone, pattern=pattern)
                 # A few loud tokens, so that a random draft is right from time to time.
                 tensors["llm.lm_head.weight"][100:106] *= 6
                 folder = tmp_path_factory.mktemp("topology")

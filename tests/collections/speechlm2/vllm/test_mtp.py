@@ -7,6 +7,7 @@ import functools
 import json
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import soundfile
@@ -20,6 +21,7 @@ from random_checkpoints import (
     build_checkpoint,
     build_tensors,
     noise,
+    pack_experts,
     prompt,
     salm_config,
 )
@@ -178,10 +180,14 @@ def build_draft(tmp_path_factory) -> Iterator:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    folder = build_checkpoint(tmp_path_factory.mktemp("draft"))
+    folders: dict[tuple[str, str], Path] = {}
     rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
 
-    def build() -> NeMoSpeechLMMTP:
+    def build(backbone: str = "nemotron_h", pattern: str = "*") -> NeMoSpeechLMMTP:
+        if (backbone, pattern) not in folders:
+            folder = tmp_path_factory.mktemp("draft")
+            folders[backbone, pattern] = build_checkpoint(folder, backbone, salm_config(backbone, pattern))
+        folder = folders[backbone, pattern]
         speculation = {"method": "mtp", "num_speculative_tokens": 3}
         args = EngineArgs(model=str(folder), enforce_eager=True, max_model_len=256, speculative_config=speculation)
         vllm_config = args.create_engine_config()
@@ -212,6 +218,7 @@ def test_draft_takes_all_of_its_tensors_and_no_others(build_draft):
         ("llm.mtp.layers.1.enorm.weight", r"llm.mtp.layers.1.enorm.weight is not of the one physical .*'\*'"),
         ("llm.mtp.shared.weight", "llm.mtp.shared.weight is not of the one physical MTP head"),
         ("llm.mtp.layers.0.mixer.up_proj.weight", "up_proj"),
+        ("llm.mtp.layers.0.mixer.q_proj.bias", "q_proj.bias fits nothing in the MTP head"),
         ("llm.mtp.layers.0.strange.weight", "strange"),
     ],
 )
@@ -226,6 +233,47 @@ def test_a_head_partly_missing_is_an_error(build_draft, part):
     del tensors[f"llm.mtp.layers.0.{part}.weight"]
     with pytest.raises(ValueError, match=f"lacks 1 parameters: model.layers.0.{part}.weight"):
         build_draft().load_weights(tensors.items())
+
+
+EXPERTS = "llm.mtp.layers.1.mixer.experts"
+
+
+# Over a backbone that has no experts, and one whose experts are of a shape that does not tell their orientation.
+@pytest.mark.parametrize("backbone", ["nemotron_h", "nemotron_latent"])
+def test_experts_of_the_head_in_any_layout_are_the_same(build_draft, backbone):
+    draft, tensors = build_draft(backbone, "*E"), build_tensors(backbone, pattern="*E")
+    module = draft.model.layers["1"]
+    experts = module.mixer.experts.routed_experts
+    for layout in (tensors, pack_experts(tensors, "automodel"), pack_experts(tensors, "transformers")):
+        for parameter in draft.parameters():
+            nn.init.constant_(parameter, torch.nan)
+        draft.load_weights(layout.items())
+        for i in range(8):
+            torch.testing.assert_close(experts.w13_weight[i], tensors[f"{EXPERTS}.{i}.up_proj.weight"])
+            torch.testing.assert_close(experts.w2_weight[i], tensors[f"{EXPERTS}.{i}.down_proj.weight"])
+        own = dict(module.named_parameters())
+        for name in ("final_layernorm.weight", "mixer.gate.weight", "mixer.gate.e_score_correction_bias"):
+            torch.testing.assert_close(own[name].data, tensors[f"llm.mtp.layers.1.{name}"])
+
+
+def test_a_missing_expert_of_the_head_is_an_error(build_draft):
+    tensors = build_tensors(pattern="*E")
+    del tensors[f"{EXPERTS}.6.down_proj.weight"]
+    with pytest.raises(ValueError, match="lacks 1 parameters: model.layers.1.mixer.experts.6.down_proj.weight"):
+        build_draft(pattern="*E").load_weights(tensors.items())
+
+
+@pytest.mark.parametrize("name", ["8.up_proj.weight", "0.gate_proj.weight", "0.up_proj.bias", "strange"])
+def test_an_unknown_expert_tensor_of_the_head_is_refused(build_draft, name):
+    tensors = {**build_tensors(pattern="*E"), f"{EXPERTS}.{name}": torch.zeros(48, 64)}
+    with pytest.raises(ValueError, match=rf"{EXPERTS}.{name} fits nothing in the MTP head .*'\*E'"):
+        build_draft(pattern="*E").load_weights(tensors.items())
+
+
+def test_packed_experts_of_the_head_of_another_shape_are_refused(build_draft):
+    tensors = {**build_tensors(pattern="*E"), f"{EXPERTS}.down_projs": torch.zeros(8, 48, 63)}
+    with pytest.raises(ValueError, match=rf"{EXPERTS}.down_projs has shape \(8, 48, 63\); expected \(8, 48, 64\)"):
+        build_draft(pattern="*E").load_weights(tensors.items())
 
 
 def test_drafts_padded_rows_are_never_produced(build_draft):

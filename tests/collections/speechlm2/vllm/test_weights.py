@@ -5,11 +5,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from random_checkpoints import VOCAB_SIZE, build_tensors
+from random_checkpoints import (
+    BACKBONES,
+    VOCAB_SIZE,
+    build_checkpoint,
+    build_tensors,
+    pack_experts,
+    salm_config,
+    with_adapters,
+)
 from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo.collections.speechlm2.vllm.salm.config import NUM_EXTRA_ROWS
-from nemo.collections.speechlm2.vllm.salm.weights import NAME_RULES, NEMOTRON_H_RULES, VocabularyPadding
+from nemo.collections.speechlm2.vllm.salm.lora import LoRAConfig
+from nemo.collections.speechlm2.vllm.salm.weights import (
+    NAME_RULES,
+    NEMOTRON_H_RULES,
+    ExpertTensors,
+    VocabularyPadding,
+)
 
 ROWS = VOCAB_SIZE + 1
 TABLE = VOCAB_SIZE + NUM_EXTRA_ROWS
@@ -176,6 +191,171 @@ def test_automodels_float32_holders_and_extra_states(models):
     mixer = models["nemotron_h"].language_model.model.layers[0].mixer
     expected = -build_tensors()["llm.model.layers.0.mixer.A_log"].exp()
     torch.testing.assert_close(mixer.A.flatten(), expected)
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_huggingface_names_of_a_nemotron_h(models):
+    """ModelOpt exports."""
+    model, tensors = models["nemotron_h"], build_tensors()
+    reload(model, tensors)
+    expected = values(model)
+    renamed = {
+        name.replace("llm.model.embed_tokens.", "backbone.embeddings.")
+        .replace("llm.model.norm.", "backbone.norm_f.")
+        .replace("llm.model.", "backbone.")
+        .removeprefix("llm."): tensor
+        for name, tensor in tensors.items()
+    }
+    assert {"backbone.layers.0.mixer.A_log", "lm_head.weight", "mtp.layers.0.enorm.weight"} <= renamed.keys()
+    reload(model, renamed)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("layout", ["peft", "automodel"])
+@pytest.mark.parametrize("backbone", ["nemotron_h", "qwen3"])
+def test_lora_is_merged(models, backbone, layout, monkeypatch):
+    """The adapters' product is taken out of the stored weights, so that merged they are the reference."""
+    model, tensors = models[backbone], build_tensors(backbone)
+    reload(model, tensors)
+    expected = values(model)
+    lora = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "in_proj"]}
+    monkeypatch.setattr(model.config, "lora", LoRAConfig.from_dict(lora))
+    reload(model, with_adapters(tensors, layout, lora))
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], msg=name)
+
+
+# --- routed experts
+
+EXPERTS = "llm.model.layers.1.mixer.experts"
+
+
+@pytest.fixture(scope="module")
+def moes(checkpoint, build_model):
+    names = ("nemotron_moe", "nemotron_latent")
+    return {name: build_model(checkpoint(name), load=False, dtype="float32") for name in names}
+
+
+@pytest.mark.parametrize("backbone", ["nemotron_moe", "nemotron_latent"])
+def test_experts_in_any_layout_are_the_same(moes, backbone):
+    model, tensors = moes[backbone], build_tensors(backbone)
+    reload(model, tensors)
+    experts = model.language_model.model.layers[1].mixer.experts.routed_experts
+    for i in range(8):
+        torch.testing.assert_close(experts.w13_weight[i], tensors[f"{EXPERTS}.{i}.up_proj.weight"])
+        torch.testing.assert_close(experts.w2_weight[i], tensors[f"{EXPERTS}.{i}.down_proj.weight"])
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for layout in ("automodel", "transformers"):
+        packed = pack_experts(tensors, layout)
+        assert len(packed) == len(tensors) - 2 * 2 * 7
+        reload(model, packed)
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(tensor, expected[name], msg=f"{layout} {name}")
+
+
+@pytest.mark.parametrize("layout", ["automodel", "transformers"])
+def test_where_the_shape_tells_the_orientation_it_decides(moes, layout):
+    model, tensors = moes["nemotron_moe"], build_tensors("nemotron_moe")
+    turned = {
+        name: tensor.transpose(1, 2) if ".experts." in name and tensor.ndim == 3 else tensor
+        for name, tensor in pack_experts(tensors, layout).items()
+    }
+    reload(model, turned)
+    experts = model.language_model.model.layers[1].mixer.experts.routed_experts
+    torch.testing.assert_close(experts.w13_weight[3], tensors[f"{EXPERTS}.3.up_proj.weight"])
+    torch.testing.assert_close(experts.w2_weight[3], tensors[f"{EXPERTS}.3.down_proj.weight"])
+
+
+def test_packed_experts_are_split_without_a_copy(moes):
+    packed = torch.randn(8, 64, 48)
+    name = "language_model.model.layers.1.mixer.experts"
+    pairs = ExpertTensors(moes["nemotron_moe"]).take("", f"{name}.gate_and_up_projs", packed)
+    assert [place for place, _ in pairs] == [f"{name}.{i}.up_proj.weight" for i in range(8)]
+    assert {view.untyped_storage().data_ptr() for _, view in pairs} == {packed.untyped_storage().data_ptr()}
+    torch.testing.assert_close(pairs[5][1], packed[5].T)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "accepted"),
+    [
+        ("gate_and_up_projs", (8, 64, 96), r"\(8, 64, 48\) \(experts, in, out\) or \(8, 48, 64\)"),
+        ("down_projs", (7, 48, 64), r"\(8, 48, 64\) \(experts, in, out\) or \(8, 64, 48\)"),
+        ("up_proj", (8, 48), r"\(8, 64, 48\) \(experts, in, out\) or \(8, 48, 64\)"),
+    ],
+)
+def test_packed_experts_of_another_shape_are_refused(moes, name, shape, accepted):
+    tensors = {**pack_experts(build_tensors("nemotron_moe"), "automodel"), f"{EXPERTS}.{name}": torch.zeros(shape)}
+    found = ", ".join(map(str, shape))
+    with pytest.raises(ValueError, match=rf"tensor {EXPERTS}.{name} has shape \({found}\); expected {accepted}"):
+        reload(moes["nemotron_moe"], tensors)
+
+
+@pytest.mark.parametrize("shape", [(47, 64), (48, 63), (49, 64), (64, 48)])
+def test_an_expert_of_another_shape_is_refused(moes, shape):
+    """vLLM would load a smaller one into a part of its place."""
+    name = f"{EXPERTS}.3.up_proj.weight"
+    with pytest.raises(ValueError, match=rf"{name} has shape \({shape[0]}, {shape[1]}\); expected \(48, 64\)"):
+        reload(moes["nemotron_moe"], {**build_tensors("nemotron_moe"), name: torch.zeros(shape)})
+
+
+def test_a_missing_expert_is_named(moes):
+    tensors = build_tensors("nemotron_moe")
+    del tensors[f"{EXPERTS}.3.up_proj.weight"], tensors[f"{EXPERTS}.7.down_proj.weight"]
+    with pytest.raises(ValueError, match="unloaded: ") as refusal:
+        reload(moes["nemotron_moe"], tensors)
+    names = (f"language_model.model.layers.1.mixer.experts.{x}_proj.weight" for x in ("3.up", "7.down"))
+    assert f"unloaded: {', '.join(names)}. " in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "8.up_proj.weight",
+        "0.gate_proj.weight",
+        "0.up_proj.bias",
+        "0.up_proj",
+        "surprise",
+        "up_projs",
+        "03.up_proj.weight",
+    ],
+)
+def test_an_unknown_expert_tensor_is_named(moes, name):
+    with pytest.raises(ValueError, match=rf"fit nothing in the model: {EXPERTS}.{name}\. Does"):
+        reload(moes["nemotron_moe"], {**build_tensors("nemotron_moe"), f"{EXPERTS}.{name}": torch.zeros(48, 64)})
+
+
+def test_gated_experts_too(build_model, tmp_path):
+    """Of a backbone whose experts have a gate, which is the first half of a packed tensor."""
+    sizes = {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }  # fmt: skip
+    settings = {**BACKBONES["qwen3"], **sizes, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    config = {**salm_config("qwen3"), "llm_config": settings}
+    backbone = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**settings, "vocab_size": ROWS}))
+    tensors = {name: tensor for name, tensor in build_tensors("qwen3").items() if name.startswith("perception.")}
+    tensors |= {f"llm.{name}": tensor for name, tensor in backbone.state_dict().items()}
+    model = build_model(build_checkpoint(tmp_path, config=config, tensors=tensors), load=False, dtype="float32")
+    name = "llm.model.layers.1.mlp.experts"
+    gate_up, down = tensors.pop(f"{name}.gate_up_proj"), tensors.pop(f"{name}.down_proj")
+    single = {
+        f"{name}.{i}.{part}_proj.weight": tensor
+        for i in range(4)
+        for part, tensor in (("gate", gate_up[i, :96]), ("up", gate_up[i, 96:]), ("down", down[i]))
+    }
+    automodel = {f"{name}.gate_and_up_projs": gate_up.transpose(1, 2), f"{name}.down_projs": down.transpose(1, 2)}
+    for layout in (single, {f"{name}.gate_up_proj": gate_up, f"{name}.down_proj": down}, automodel):
+        reload(model, {**tensors, **layout})
+        experts = model.language_model.model.layers[1].mlp.experts.routed_experts
+        torch.testing.assert_close(experts.w13_weight.data, gate_up)
+        torch.testing.assert_close(experts.w2_weight.data, down)
+    del single[f"{name}.2.gate_proj.weight"]
+    with pytest.raises(ValueError, match=r"unloaded: language_model.model.layers.1.mlp.experts.2.gate_proj.weight\. "):
+        reload(model, {**tensors, **single})
 
 
 # --- refusals: all names in one message

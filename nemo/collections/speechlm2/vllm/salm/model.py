@@ -25,7 +25,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
-from nemo.collections.speechlm2.vllm.salm import platform_cpu
+from nemo.collections.speechlm2.vllm.salm import cpu_experts, platform_cpu
 from nemo.collections.speechlm2.vllm.salm.audio import (
     SALMDummyInputsBuilder,
     SALMProcessingInfo,
@@ -38,6 +38,7 @@ from nemo.collections.speechlm2.vllm.salm.weights import (
     NEMOTRON_H_RULES,
     SALMLoader,
     VocabularyPadding,
+    plain_layout,
 )
 
 
@@ -89,6 +90,8 @@ class NeMoSpeechLMForConditionalGeneration(
         self.config = config
         if current_platform.is_cpu() and vllm_config.speculative_config is not None:
             platform_cpu.install()
+        if current_platform.is_cpu() and "E" in getattr(config.text_config, "hybrid_override_pattern", ""):
+            cpu_experts.install()
         # transformers' random start values, all overwritten in loading, take 17 s for a tower of 800 M parameters.
         with self._mark_tower_model(vllm_config, "audio"), no_init_weights():  # type: ignore[operator]
             self.perception = AudioPerception(config.perception_config).eval()
@@ -172,7 +175,7 @@ class NeMoSpeechLMForConditionalGeneration(
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint's (name, tensor) pairs; each is loaded, set aside on purpose, or an error by name."""
         rules = NAME_RULES | NEMOTRON_H_RULES if isinstance(self.language_model, NemotronHForCausalLM) else NAME_RULES
-        return SALMLoader(self, self.padding, rules).load(weights)
+        return SALMLoader(self, self.padding, rules).load(plain_layout(weights, self.config.lora))
 
 
 def _backbone_view(vllm_config: VllmConfig) -> VllmConfig:

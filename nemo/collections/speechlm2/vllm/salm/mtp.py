@@ -12,9 +12,11 @@ from vllm.distributed import get_pp_group
 from vllm.model_executor.models.interfaces import MultiModalEmbeddings
 from vllm.model_executor.models.nemotron_h_mtp import NemotronHMTP
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.platforms import current_platform
 
+from nemo.collections.speechlm2.vllm.salm import cpu_experts
 from nemo.collections.speechlm2.vllm.salm.model import fuse_embeddings
-from nemo.collections.speechlm2.vllm.salm.weights import VocabularyPadding
+from nemo.collections.speechlm2.vllm.salm.weights import ExpertTensors, VocabularyPadding, plain_layout
 
 
 class NeMoSpeechLMMTP(NemotronHMTP):
@@ -36,7 +38,11 @@ class NeMoSpeechLMMTP(NemotronHMTP):
     )
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        config = vllm_config.speculative_config.draft_model_config.hf_config
+        if current_platform.is_cpu() and "E" in config.get_text_config().mtp_hybrid_override_pattern:
+            cpu_experts.install()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.lora = config.lora
         self.padding = VocabularyPadding(self.config.vocab_size)
 
     def embed_input_ids(
@@ -63,10 +69,13 @@ class NeMoSpeechLMMTP(NemotronHMTP):
         # vLLM shares the target's table with the draft, but for pipeline stages, which do not hold it.
         needs_table = get_pp_group().world_size > 1
         shared = ("lm_head.",) if needs_table else ("lm_head.", "model.embed_tokens.")
-        mine = self._own(self.padding.pad(weights), needs_table)
+        experts = ExpertTensors(self)
+        # Before adapters are merged, since those of the backbone are not the draft's.
+        weights = (pair for pair in weights if ".layers." not in pair[0] or "mtp." in pair[0])
+        mine = self._own(self.padding.pad(plain_layout(weights, self.lora)), needs_table, experts)
         loaded = AutoWeightsLoader(self).load_weights(mine, mapper=self.hf_to_vllm_mapper)
         loaded |= {name for name, _ in self.named_parameters() if name.startswith(shared)}
-        missing = {name for name, _ in self.named_parameters()} - loaded
+        missing = experts.missing | {name for name, _ in self.named_parameters()} - loaded
         if missing:
             raise ValueError(
                 f"The checkpoint's MTP head lacks {len(missing)} parameters: {', '.join(sorted(missing))}. Export "
@@ -75,9 +84,9 @@ class NeMoSpeechLMMTP(NemotronHMTP):
         return loaded
 
     def _own(
-        self, weights: Iterable[tuple[str, torch.Tensor]], needs_table: bool
+        self, weights: Iterable[tuple[str, torch.Tensor]], needs_table: bool, experts: ExpertTensors
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        steps = self.model.pattern_len
+        steps, places = self.model.pattern_len, set(self.state_dict())
         for name, tensor in weights:
             if name.startswith("llm.mtp."):
                 index = re.match(r"llm\.mtp\.layers\.(\d+)\.", name)
@@ -88,6 +97,15 @@ class NeMoSpeechLMMTP(NemotronHMTP):
                         "weights of their own are not supported; train with use_repeated_layer true, or set "
                         "mtp.enabled to false to serve without a draft."
                     )
-                yield name, tensor
+                place = self.hf_to_vllm_mapper.map_name(name)
+                if parts := experts.take(name, place or "", tensor):
+                    yield from parts
+                elif place in places:
+                    yield name, tensor
+                elif place is not None:
+                    raise ValueError(
+                        f"{name} fits nothing in the MTP head with the pattern {self.model.pattern_str!r}. Does "
+                        "config.json describe these weights?"
+                    )
             elif needs_table and self.hf_to_vllm_mapper.map_name(name) == "model.embed_tokens.weight":
                 yield name, tensor
