@@ -79,13 +79,15 @@ class Batcher:
         self.num_tokens = model.perception.config.num_tokens
         self.words = {word: index for index, word in enumerate(sorted(VOCABULARY))}
 
-    def __call__(self, groups: list[list[Utterance]], rng: random.Random | None) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, groups: list[list[Utterance]], rng: random.Random | None, augment: bool = False
+    ) -> dict[str, torch.Tensor]:
         """``groups`` holds the utterances of each prompt; without ``rng`` the prompt is the evaluated one."""
         audios, rows, starts = [], [], []
         for group in groups:
             user = (rng.choice(PROMPTS) if rng else PROMPTS[0]).format("\n".join([LOCATOR] * len(group)))
             prompt = self.tokenizer.encode(f"{IM_START}user\n{user}{IM_END}\n{IM_START}assistant\n").ids
-            audio = [utterance.audio(rng) for utterance in group]
+            audio = [utterance.audio(rng if augment else None) for utterance in group]
             counts = iter(self.num_tokens(len(samples)) for samples in audio)
             ids = [i for token in prompt for i in [token] * (next(counts) if token == self.locator else 1)]
             starts.append(len(ids))
@@ -283,7 +285,9 @@ def train(rank: int, ranks: int, args: argparse.Namespace) -> None:
         for group, rate in zip((g for optimizer in optimizers for g in optimizer.param_groups), rates, strict=True):
             group["lr"] = rate * factor
         model.train()
-        result = losses(batcher(next(stream), rng), None if ctc_only else rng, ctc_only)
+        augment = used < 60 * (args.minutes - args.clean_minutes)
+        batch = batcher(next(stream), rng, augment)
+        result = losses(batch, rng if augment and not ctc_only else None, ctc_only)
         result["loss"].backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -340,6 +344,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=120, help="budget, counted over all restarts")
     parser.add_argument(
         "--ctc-minutes", type=float, default=15, help="of the budget, at its start: CTC on the tower alone"
+    )
+    parser.add_argument(
+        "--clean-minutes", type=float, default=20, help="of the budget, at its end: no SpecAugment, no change of speed"
     )
     parser.add_argument("--eval-minutes", type=float, default=6)
     parser.add_argument("--dev-count", type=int, default=64)
