@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from vllm.logger import init_logger
-from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 logger = init_logger("vllm.nemo_speechlm")  # below vLLM's own, so that its settings hold
 
@@ -139,6 +138,8 @@ def speculative_state_update(
     out[: cu_seqlens[-1]] = sequences.unpad(result)
     slots = state_batch_indices[:, : sequences.longest].long()
     if sequences.inside is not None:
+        from vllm.v1.attention.backends.utils import NULL_BLOCK_ID  # here: register() reads this file in every process
+
         slots = slots.masked_fill(~sequences.inside, NULL_BLOCK_ID)  # a slot that is never read
     state[slots.flatten()] = by_head.flatten(0, 1).to(state.dtype)
     return out
