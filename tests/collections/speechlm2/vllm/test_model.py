@@ -49,7 +49,7 @@ def test_declared_interfaces():
 @pytest.mark.parametrize("backbone", list(BACKBONES))
 def test_vllm_sees_what_the_backbone_is(checkpoint, backbone):
     config = EngineArgs(model=str(checkpoint(backbone)), max_model_len=256).create_model_config()
-    assert config.is_hybrid is (backbone == "nemotron_h")
+    assert config.is_hybrid is (backbone not in ("qwen3", "nemotron_attention"))
     assert config.is_multimodal_model
     assert config.is_pp_supported
     assert config.get_vocab_size() == TABLE
