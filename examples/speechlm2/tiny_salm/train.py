@@ -133,7 +133,7 @@ class Losses(nn.Module):
                 features = mask_features(features, frames, mask_rng)
         audio, audio_lengths = model.perception.encode(features, frames)
         ctc = F.ctc_loss(
-            model.ctc(audio).float().log_softmax(-1).transpose(0, 1),
+            model.ctc(audio).log_softmax(-1).transpose(0, 1),
             batch["ctc_targets"],
             audio_lengths,
             batch["ctc_lengths"],
