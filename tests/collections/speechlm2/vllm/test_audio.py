@@ -251,9 +251,9 @@ def test_a_tag_missing_from_the_tokenizer_is_added(tmp_path):
     folder = build_checkpoint(tmp_path, config={**salm_config(), "audio_locator_tag": "<|speech|>"})
     processor = processor_of(folder)
     free = len(build_tokenizer().get_vocab())
-    assert processor.info.get_locator_id() == free
+    assert processor.info.locator_id == free
     assert processor.info.get_tokenizer().encode("a<|speech|>b").count(free) == 1
-    assert processor.info.get_locator_id() == free
+    assert processor.info.locator_id == free
 
 
 def test_a_tag_the_tokenizer_splits_is_refused(tmp_path):

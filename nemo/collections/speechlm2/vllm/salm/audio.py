@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -125,7 +126,7 @@ class SALMProcessingInfo(BaseProcessingInfo):
     def __init__(self, ctx: InputProcessingContext):
         super().__init__(ctx)
         if ctx.tokenizer is not None:
-            self.get_locator_id()  # a missing tag must be there, and a bad one be known, before any prompt comes
+            _ = self.locator_id  # a missing tag must be there, and a bad one be known, before any prompt comes
 
     def get_hf_config(self) -> NeMoSpeechLMConfig:
         return self.ctx.get_hf_config(NeMoSpeechLMConfig)
@@ -146,7 +147,8 @@ class SALMProcessingInfo(BaseProcessingInfo):
         fitting = max(8 * (seq_len // 2) * perception.hop_length, perception.min_num_samples)
         return min(PROFILED_SECONDS * perception.sampling_rate, fitting)
 
-    def get_locator_id(self) -> int:
+    @cached_property
+    def locator_id(self) -> int:
         """The token id of the audio locator, which is the placeholders' too.
 
         A tag that the tokenizer does not have, as where it is the backbone's own, is added to it.
@@ -206,7 +208,7 @@ class SALMProcessor(BaseMultiModalProcessor[SALMProcessingInfo]):
         hf_processor_mm_kwargs: Mapping[str, object],
         out_mm_kwargs: MultiModalKwargsItems,
     ) -> Sequence[PromptUpdate]:
-        config, locator = self.info.get_hf_config(), self.info.get_locator_id()
+        config, locator = self.info.get_hf_config(), self.info.locator_id
 
         def placeholders(index: int) -> list[int]:
             num_samples = mm_items.get_items("audio", AudioProcessorItems).get_audio_length(index)
@@ -215,7 +217,7 @@ class SALMProcessor(BaseMultiModalProcessor[SALMProcessingInfo]):
         return [PromptReplacement("audio", [locator], placeholders)]
 
     def _cached_apply_hf_processor(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> Any:
-        locators = inputs.prompt.count(self.info.get_locator_id())
+        locators = inputs.prompt.count(self.info.locator_id)
         audios = inputs.mm_data_items.get_all_counts().get("audio", 0)
         if locators != audios:
             tag = self.info.get_hf_config().audio_locator_tag
