@@ -177,13 +177,14 @@ def build_draft(tmp_path_factory) -> Iterator:
         init_distributed_environment,
     )
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     folders: dict[tuple[str, str], Path] = {}
     rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
 
-    def build(backbone: str = "nemotron_h", pattern: str = "*") -> NeMoSpeechLMMTP:
+    def build(backbone: str = "nemotron_h", pattern: str = "*", tables: bool = False) -> NeMoSpeechLMMTP:
         if (backbone, pattern) not in folders:
             folder = tmp_path_factory.mktemp("draft")
             folders[backbone, pattern] = build_checkpoint(folder, backbone, salm_config(backbone, pattern))
@@ -194,7 +195,11 @@ def build_draft(tmp_path_factory) -> Iterator:
         with set_current_vllm_config(vllm_config), set_default_torch_dtype(torch.float32):
             init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
             ensure_model_parallel_initialized(1, 1)
-            return initialize_model(vllm_config, model_config=vllm_config.speculative_config.draft_model_config)
+            draft = initialize_model(vllm_config, model_config=vllm_config.speculative_config.draft_model_config)
+            if tables:  # which the engine takes from the target
+                rows = draft.padding.table_rows
+                draft.lm_head, draft.model.embed_tokens = ParallelLMHead(rows, 64), VocabParallelEmbedding(rows, 64)
+            return draft
 
     yield build
     cleanup_dist_env_and_memory()
@@ -203,6 +208,8 @@ def build_draft(tmp_path_factory) -> Iterator:
 def test_draft_takes_all_of_its_tensors_and_no_others(build_draft):
     draft, tensors = build_draft(), build_tensors()
     assert draft.supports_multimodal_embeddings
+    # The vocabulary's tables are the target's: none of its own takes memory meanwhile.
+    assert all(name.startswith("model.layers.") for name, _ in draft.named_parameters())
     draft.load_weights(tensors.items())
     own = draft.model.layers["0"]
     for name in ("enorm", "hnorm", "eh_proj", "norm", "final_layernorm"):
@@ -279,6 +286,7 @@ def test_packed_experts_of_the_head_of_another_shape_are_refused(build_draft):
 def test_drafts_padded_rows_are_never_produced(build_draft):
     draft = build_draft()
     draft.load_weights(build_tensors().items())
+    draft.lm_head = build_draft(tables=True).lm_head
     nn.init.zeros_(draft.lm_head.weight)
     logits = draft.compute_logits(torch.randn(3, 64))
     rows = len(build_tensors()["llm.lm_head.weight"])
@@ -287,7 +295,7 @@ def test_drafts_padded_rows_are_never_produced(build_draft):
 
 
 def test_drafts_fusion_is_the_targets(build_draft):
-    draft = build_draft()
+    draft = build_draft(tables=True)
     nn.init.normal_(draft.model.embed_tokens.weight)
     ids = torch.tensor([5, 10**6, 10**6, 7])
     mask = torch.tensor([False, True, True, False])

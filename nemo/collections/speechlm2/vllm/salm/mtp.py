@@ -44,6 +44,12 @@ class NeMoSpeechLMMTP(NemotronHMTP):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.lora = config.lora
         self.padding = VocabularyPadding(self.config.vocab_size)
+        # vLLM puts the target's in their places, but the table for pipeline stages, which do not hold it. Its own would
+        # take memory while both models load and, on a CPU, be freed in the midst of compiling, with a traceback.
+        del self.lm_head
+        self.needs_table = get_pp_group().world_size > 1
+        if not self.needs_table:
+            del self.model.embed_tokens
 
     def embed_input_ids(
         self,
@@ -66,15 +72,11 @@ class NeMoSpeechLMMTP(NemotronHMTP):
         Raises:
             ValueError: a tensor of ``llm.mtp.*`` has no place in one physical head, or one of the head's is missing.
         """
-        # vLLM shares the target's table with the draft, but for pipeline stages, which do not hold it.
-        needs_table = get_pp_group().world_size > 1
-        shared = ("lm_head.",) if needs_table else ("lm_head.", "model.embed_tokens.")
         experts = ExpertTensors(self)
         # Before adapters are merged, since those of the backbone are not the draft's.
         weights = (pair for pair in weights if ".layers." not in pair[0] or "mtp." in pair[0])
-        mine = self._own(self.padding.pad(plain_layout(weights, self.lora)), needs_table, experts)
+        mine = self._own(self.padding.pad(plain_layout(weights, self.lora)), experts)
         loaded = AutoWeightsLoader(self).load_weights(mine, mapper=self.hf_to_vllm_mapper)
-        loaded |= {name for name, _ in self.named_parameters() if name.startswith(shared)}
         missing = experts.missing | {name for name, _ in self.named_parameters()} - loaded
         if missing:
             raise ValueError(
@@ -84,7 +86,7 @@ class NeMoSpeechLMMTP(NemotronHMTP):
         return loaded
 
     def _own(
-        self, weights: Iterable[tuple[str, torch.Tensor]], needs_table: bool, experts: ExpertTensors
+        self, weights: Iterable[tuple[str, torch.Tensor]], experts: ExpertTensors
     ) -> Iterator[tuple[str, torch.Tensor]]:
         steps, places = self.model.pattern_len, set(self.state_dict())
         for name, tensor in weights:
@@ -107,5 +109,5 @@ class NeMoSpeechLMMTP(NemotronHMTP):
                         f"{name} fits nothing in the MTP head with the pattern {self.model.pattern_str!r}. Does "
                         "config.json describe these weights?"
                     )
-            elif needs_table and self.hf_to_vllm_mapper.map_name(name) == "model.embed_tokens.weight":
+            elif self.needs_table and self.hf_to_vllm_mapper.map_name(name) == "model.embed_tokens.weight":
                 yield name, tensor
