@@ -56,8 +56,10 @@ def test_registering_again_changes_nothing():
 def test_ssm_cache_follows_the_backbone(checkpoint, backbone, given, expected):
     config = AutoConfig.from_pretrained(checkpoint(backbone))
     cache = SimpleNamespace(mamba_ssm_cache_dtype=given, enable_prefix_caching=True)
+    model = SimpleNamespace(hf_config=config, model=str(checkpoint(backbone)))
+    load = SimpleNamespace(load_format="auto")
     MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(
-        SimpleNamespace(model_config=SimpleNamespace(hf_config=config), cache_config=cache, speculative_config=None)
+        SimpleNamespace(model_config=model, load_config=load, cache_config=cache, speculative_config=None)
     )
     assert cache.mamba_ssm_cache_dtype == expected
 

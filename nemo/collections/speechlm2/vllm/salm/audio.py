@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AddedToken, BatchFeature
+from transformers import BatchFeature
 from vllm.multimodal.audio import MONO_AUDIO_SPEC, normalize_audio
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 from vllm.multimodal.parse import AudioProcessorItems, MultiModalDataItems, MultiModalDataParser
@@ -149,29 +149,8 @@ class SALMProcessingInfo(BaseProcessingInfo):
 
     @cached_property
     def locator_id(self) -> int:
-        """The token id of the audio locator, which is the placeholders' too.
-
-        A tag that the tokenizer does not have, as where it is the backbone's own, is added to it.
-
-        Raises:
-            ValueError: the tokenizer splits the tag, or has no id left that the embedding table has a row for.
-        """
-        config, tokenizer = self.get_hf_config(), self.get_tokenizer()
-        tag, rows = config.audio_locator_tag, config.text_config.vocab_size
-        if tokenizer.convert_tokens_to_ids(tag) in (None, tokenizer.unk_token_id):
-            tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False)])
-        ids = tokenizer.encode(tag, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ValueError(
-                f"audio_locator_tag {tag!r} is {len(ids)} tokens to the checkpoint's tokenizer, {ids}; expected one. "
-                "Add it to the tokenizer as a special token."
-            )
-        if ids[0] >= rows:
-            raise ValueError(
-                f"audio_locator_tag {tag!r} has the id {ids[0]} in the checkpoint's tokenizer; expected one below "
-                f"{rows}, the rows of the embedding table. Is the tokenizer the one of this backbone?"
-            )
-        return ids[0]
+        """The token id of the audio locator, in the tokenizer that prompts are read with."""
+        return self.get_hf_config().find_locator(self.get_tokenizer())
 
 
 class SALMDummyInputsBuilder(BaseDummyInputsBuilder[SALMProcessingInfo]):

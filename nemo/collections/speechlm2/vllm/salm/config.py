@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AddedToken, AutoConfig, PretrainedConfig
 
 from nemo.collections.speechlm2.vllm.salm.lora import LoRAConfig
 from nemo.collections.speechlm2.vllm.salm.mtp_config import MTPConfig
@@ -23,6 +23,13 @@ NUM_EXTRA_ROWS = 10
 
 BACKBONE_FOLDER = "llm_backbone"
 HYBRID_MODEL_TYPES = ("nemotron_h",)
+
+
+class ConfigError(ValueError):
+    """All that is wrong with a config.json; ``args`` holds one message for each problem."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 class NeMoSpeechLMConfig(PretrainedConfig):
@@ -39,7 +46,7 @@ class NeMoSpeechLMConfig(PretrainedConfig):
         lora: the settings of the adapters that the weights hold, or None.
 
     Raises:
-        ValueError: a field is missing or unusable; the message names it, what was found and what is accepted.
+        ConfigError: fields are missing or unusable; the message names each, what was found and what is accepted.
     """
 
     model_type = "nemo_speechlm"
@@ -63,31 +70,33 @@ class NeMoSpeechLMConfig(PretrainedConfig):
         lora = fields.pop("lora", None)
         mtp: dict[str, Any] = {name: fields[name] for name in ("mtp", "compute_mtp") if name in fields}
 
-        if perception is None:
-            raise ValueError("perception is missing; expected the dict of the audio tower's settings.")
-        if not isinstance(audio_locator_tag, str) or not audio_locator_tag.strip():
-            raise ValueError(f"audio_locator_tag is {audio_locator_tag!r}; expected a token such as '<|audio|>'.")
+        # Each part is tried, whatever is wrong with the others.
+        problems: list[str] = []
 
-        backbone = _find_backbone(llm_config, pretrained_llm, checkpoint)
-        self.text_config = _parse_backbone(backbone)
+        def attempt(parse: Callable[..., Any], *given: Any) -> Any:
+            try:
+                return parse(*given)
+            except ValueError as error:
+                problems.append(str(error))
+                return None
+
         self.perception = perception
-        self.perception_config = PerceptionConfig.from_dict(perception)
-        self.mtp_config = MTPConfig.from_dicts(mtp, backbone)
         self.audio_locator_tag = audio_locator_tag
         self.encoder_chunk_size_seconds = chunk
-        self.lora = None if lora is None else LoRAConfig.from_dict(lora)
         self.pretrained_llm = pretrained_llm
-        if self.perception_config.output_dim != self.text_config.hidden_size:
-            raise ValueError(
-                f"perception.output_dim is {self.perception_config.output_dim}; expected the backbone's hidden_size, "
-                f"{self.text_config.hidden_size}."
-            )
-        shortest = self.perception_config.min_num_samples / self.perception_config.sampling_rate
-        number = isinstance(chunk, int | float) and not isinstance(chunk, bool)
-        if chunk is not None and not (number and shortest <= chunk < math.inf):
-            raise ValueError(
-                f"encoder_chunk_size_seconds is {chunk!r}; expected null, or seconds, at least {shortest}."
-            )
+        self.perception_config = attempt(_parse_perception, perception)
+        if not isinstance(audio_locator_tag, str) or not audio_locator_tag.strip():
+            problems.append(f"audio_locator_tag is {audio_locator_tag!r}; expected a token such as '<|audio|>'.")
+        backbone = attempt(_find_backbone, llm_config, pretrained_llm, checkpoint)
+        self.text_config = None if backbone is None else attempt(_parse_backbone, backbone)
+        self.mtp_config = None if backbone is None else attempt(MTPConfig.from_dicts, mtp, backbone)
+        self.lora = None if lora is None else attempt(LoRAConfig.from_dict, lora)
+        if self.perception_config is not None:
+            attempt(_check_chunk, chunk, self.perception_config)
+            if self.text_config is not None:
+                attempt(_check_width, self.perception_config, self.text_config)
+        if problems:
+            raise ConfigError(*problems)
         super().__init__(**{"architectures": [ARCHITECTURE], **fields})
         type(self).chat_placeholder = audio_locator_tag
 
@@ -115,6 +124,30 @@ class NeMoSpeechLMConfig(PretrainedConfig):
         """Placeholders an audio of ``num_samples`` takes in a prompt: exactly as many as the tower emits embeddings."""
         return sum(map(self.perception_config.num_tokens, self.audio_chunks(num_samples)))
 
+    def find_locator(self, tokenizer: Any) -> int:
+        """The token id of the audio locator, which is the placeholders' too.
+
+        A tag that the tokenizer does not have, as where it is the backbone's own, is added to it.
+
+        Raises:
+            ValueError: the tokenizer splits the tag, or has no id left that the embedding table has a row for.
+        """
+        tag, rows = self.audio_locator_tag, self.text_config.vocab_size
+        if tokenizer.convert_tokens_to_ids(tag) in (None, tokenizer.unk_token_id):
+            tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False)])
+        ids = tokenizer.encode(tag, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(
+                f"audio_locator_tag {tag!r} is {len(ids)} tokens to the checkpoint's tokenizer, {ids}; expected one. "
+                "Add it to the tokenizer as a special token."
+            )
+        if ids[0] >= rows:
+            raise ValueError(
+                f"audio_locator_tag {tag!r} has the id {ids[0]} in the checkpoint's tokenizer; expected one below "
+                f"{rows}, the rows of the embedding table. Is the tokenizer the one of this backbone?"
+            )
+        return ids[0]
+
     @property
     def is_hybrid(self) -> bool:
         """Whether the backbone mixes attention with state-space layers."""
@@ -138,6 +171,27 @@ class NeMoSpeechLMConfig(PretrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """The fields this config was made from, ready for JSON."""
         return {"model_type": self.model_type, **copy.deepcopy(self._source)}
+
+
+def _parse_perception(perception: Any) -> PerceptionConfig:
+    if perception is None:
+        raise ValueError("perception is missing; expected the dict of the audio tower's settings.")
+    return PerceptionConfig.from_dict(perception)
+
+
+def _check_chunk(chunk: Any, perception: PerceptionConfig) -> None:
+    shortest = perception.min_num_samples / perception.sampling_rate
+    number = isinstance(chunk, int | float) and not isinstance(chunk, bool)
+    if chunk is not None and not (number and shortest <= chunk < math.inf):
+        raise ValueError(f"encoder_chunk_size_seconds is {chunk!r}; expected null, or seconds, at least {shortest}.")
+
+
+def _check_width(perception: PerceptionConfig, backbone: PretrainedConfig) -> None:
+    if perception.output_dim != backbone.hidden_size:
+        raise ValueError(
+            f"perception.output_dim is {perception.output_dim}; expected the backbone's hidden_size, "
+            f"{backbone.hidden_size}."
+        )
 
 
 def _find_backbone(llm_config: Any, pretrained_llm: Any, checkpoint: str) -> dict[str, Any]:

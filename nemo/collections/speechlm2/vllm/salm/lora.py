@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -57,36 +57,57 @@ class LoRAConfig:
         # One string is PEFT's regular expression, or "all-linear".
         return cls(lora[rank], float(lora[alpha]), tuple(targets) if isinstance(targets, list | tuple) else ())
 
-    def may_adapt(self, name: str, tensor: torch.Tensor) -> bool:
+    def may_adapt(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a tensor of the checkpoint may be the weight of a layer with adapters."""
-        if tensor.ndim != 2 or ".layers." not in name or not name.endswith(".weight"):
+        if len(shape) != 2 or ".layers." not in name or not name.endswith(".weight"):
             return False
         targets = self.target_modules or ("",)
         return any(fnmatchcase(name, f"*{target}.weight") for target in targets)
 
+    def check(self, module: str, weight: Sequence[int], a: Sequence[int], b: Sequence[int]) -> None:
+        """Raise ValueError unless adapters of the shapes ``a`` and ``b`` fit a weight of the shape ``weight``."""
+        expected = (self.rank, *weight[1:]), (*weight[:1], self.rank)
+        if len(weight) != 2 or (tuple(a), tuple(b)) != expected:
+            raise ValueError(
+                f"the LoRA adapters of {module}, whose weight is {tuple(weight)}, are A {tuple(a)} and B {tuple(b)}; "
+                f"expected {expected[0]} and {expected[1]}. Does lora in config.json give their rank?"
+            )
+
     def merge(self, module: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """``weight`` (out, in) plus the scaled product of b (out, rank) and a (rank, in), computed in float32."""
-        expected = (self.rank, weight.shape[1]), (weight.shape[0], self.rank)
-        if (a.shape, b.shape) != expected:
-            raise ValueError(
-                f"the LoRA adapters of {module}, whose weight is {tuple(weight.shape)}, are A {tuple(a.shape)} and B "
-                f"{tuple(b.shape)}; expected {expected[0]} and {expected[1]}. Does lora in config.json give their rank?"
-            )
+        self.check(module, weight.shape, a.shape, b.shape)
         return torch.addmm(weight.float(), b.float(), a.float(), alpha=self.alpha / self.rank).to(weight.dtype)
 
 
-def merge_lora(
-    weights: Iterable[tuple[str, torch.Tensor]], lora: LoRAConfig | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass (name, tensor) pairs on with adapters merged into their weights, in any order of the checkpoint.
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of this name is half of an adapter."""
+    return _ADAPTER.fullmatch(name) is not None
 
-    No more is held than the parts of modules that are still incomplete. PEFT marks a weight that has adapters by
-    ``base_layer``; Automodel does not, so there one that ``lora.target_modules`` names waits for them.
+
+class _Shaped(Protocol):
+    """A tensor, or what a file's header says of one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+T = TypeVar("T", bound=_Shaped)
+
+
+def pair_adapters(
+    weights: Iterable[tuple[str, T]], lora: LoRAConfig | None
+) -> Iterator[tuple[str, T, tuple[T, T] | None]]:
+    """Each weight with its adapters: (name, weight, (A, B)), or (name, weight, None) where there are none.
+
+    The pairs of ``weights`` may come in any order. No more is held than the parts of modules that are still incomplete.
+    PEFT marks a weight that has adapters by ``base_layer``; Automodel does not, so there one that
+    ``lora.target_modules`` names waits for them.
 
     Raises:
-        ValueError: an adapter lacks its other half or its weight, has another rank or shape, or ``lora`` is None.
+        ValueError: an adapter lacks its other half or its weight (all are named, after the last pair), or ``lora`` is
+            None.
     """
-    waiting: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
+    waiting: dict[str, dict[str, tuple[str, T]]] = {}
     for name, tensor in weights:
         adapter = _ADAPTER.fullmatch(name)
         if adapter:
@@ -97,21 +118,21 @@ def merge_lora(
                 )
         elif name.endswith(_BASE):
             module, part = name.removesuffix(_BASE), "weight"
-        elif lora is not None and ".base_model." not in name and lora.may_adapt(name, tensor):
+        elif lora is not None and ".base_model." not in name and lora.may_adapt(name, tensor.shape):
             module, part = name.removesuffix(".weight"), "weight"
         else:
-            yield name, tensor
+            yield name, tensor, None
             continue
         parts = waiting.setdefault(module, {})
         parts[part] = name, tensor
         if lora is not None and len(parts) == 3:
             weight, a, b = (waiting[module][part][1] for part in ("weight", "A", "B"))
             del waiting[module]
-            yield f"{module}.weight", lora.merge(module, weight, a, b)
+            yield f"{module}.weight", weight, (a, b)
     incomplete = []
     for parts in waiting.values():
         if set(parts) == {"weight"} and not parts["weight"][0].endswith(_BASE):
-            yield parts["weight"]
+            yield *parts["weight"], None
         else:
             incomplete += [found for found, _ in parts.values()]
     if incomplete:
@@ -119,3 +140,17 @@ def merge_lora(
             f"LoRA adapters that lack their other half or their weight: {', '.join(sorted(incomplete))}. Export all of "
             "lora_A, lora_B and the weight, or merge before the export."
         )
+
+
+def merge_lora(
+    weights: Iterable[tuple[str, torch.Tensor]], lora: LoRAConfig | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass (name, tensor) pairs on with adapters merged into their weights, in any order of the checkpoint.
+
+    Raises:
+        ValueError: as ``pair_adapters``, or adapters do not fit their weight.
+    """
+    for name, weight, adapters in pair_adapters(weights, lora):
+        if lora is not None and adapters is not None:
+            weight = lora.merge(name.removesuffix(".weight"), weight, *adapters)
+        yield name, weight

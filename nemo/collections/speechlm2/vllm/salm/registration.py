@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from transformers import AutoConfig, NemotronHConfig, PretrainedConfig
 
@@ -12,6 +13,7 @@ from nemo.collections.speechlm2.vllm.salm.config import NeMoSpeechLMConfig
 _PACKAGE = __name__.rpartition(".")[0]
 TARGET = "NeMoSpeechLMForConditionalGeneration"
 DRAFT = "NeMoSpeechLMMTPModel"
+_SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors")
 
 
 def register() -> None:
@@ -40,7 +42,10 @@ def register_models() -> None:
 
 
 def register_config_updates() -> None:
-    """Adjust the engine's config to a hybrid backbone: its SSM cache dtype by vLLM's own rule, and the CPU's limits."""
+    """Check the weights' headers before anything is allocated, and adjust the engine's config to a hybrid backbone.
+
+    That is its SSM cache dtype, by vLLM's own rule, and the CPU's limits.
+    """
     from vllm.model_executor.models import config as model_configs
     from vllm.platforms import current_platform
 
@@ -50,6 +55,7 @@ def register_config_updates() -> None:
         @classmethod
         def verify_and_update_config(cls, vllm_config) -> None:
             config = vllm_config.model_config.hf_config
+            check_weights(vllm_config)
             if config.is_hybrid:
                 cls.update_mamba_ssm_cache_dtype(cache_config=vllm_config.cache_config, hf_config=config.text_config)
                 # With it, a prompt longer than a block kills the engine, draft or none: the scan returns no states of
@@ -58,6 +64,20 @@ def register_config_updates() -> None:
                     platform_cpu.turn_off_prefix_caching(vllm_config.cache_config)
 
     model_configs.MODELS_CONFIG_MAP.setdefault(TARGET, SALMConfigUpdate)
+
+
+def check_weights(vllm_config) -> None:
+    """Refuse a checkpoint in a folder whose weights do not fit its config; one on the hub is checked while it loads.
+
+    Raises:
+        ValueError: with all problems.
+    """
+    folder, speculation = Path(vllm_config.model_config.model), vllm_config.speculative_config
+    if vllm_config.load_config.load_format in _SAFETENSORS_FORMATS and folder.is_dir():
+        from nemo.collections.speechlm2.vllm.salm.inspection import require_servable
+
+        drafting = speculation is not None and speculation.method == "mtp"
+        require_servable(folder, vllm_config.model_config.hf_config, drafting)
 
 
 # What vLLM's draft override was before ours; kept here, not in a closure, because vLLM pickles the override by name.

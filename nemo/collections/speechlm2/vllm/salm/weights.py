@@ -43,7 +43,7 @@ NEMOTRON_H_RULES = WeightsMapper(orig_to_new_substr={"llm.model.norm.": "llm.mod
 EMBEDDING = "language_model.model.embed_tokens.weight"
 HEAD = "language_model.lm_head.weight"
 # Computed at construction, or of no use at inference.
-_OPTIONAL_BUFFERS = ("perception.preprocessor.fb", "perception.preprocessor.window", ".num_batches_tracked")
+OPTIONAL_BUFFERS = ("perception.preprocessor.fb", "perception.preprocessor.window", ".num_batches_tracked")
 
 
 def plain_layout(
@@ -141,7 +141,7 @@ class ExpertTensors:
             raise ValueError(
                 f"tensor {original} has shape {tuple(tensor.shape)}; expected {shape} (out, in). {_CORRECT}"
             )
-        if (layer := self._layers.get(prefix)) and projection in _PACKED:
+        if (layer := self._layers.get(prefix)) and projection in PACKED_EXPERTS:
             projections, experts = _unpack(original, projection, layer, tensor)
             pairs = [
                 (f"{prefix}.{number}.{part}.weight", half)
@@ -153,7 +153,7 @@ class ExpertTensors:
 
 
 _CORRECT = "Correct the number and sizes of experts in llm_config, or the export."
-_PACKED = ("gate_and_up_projs", "gate_up_proj", "up_proj", "down_projs", "down_proj")
+PACKED_EXPERTS = ("gate_and_up_projs", "gate_up_proj", "up_proj", "down_projs", "down_proj")
 
 
 def _unpack(original: str, projection: str, layer: Any, tensor: torch.Tensor) -> tuple[list[str], torch.Tensor]:
@@ -202,7 +202,8 @@ class SALMLoader:
         """Load a plain export's (name, tensor) pairs in any order; return the names of what was loaded.
 
         Raises:
-            ValueError: a tensor has the wrong shape or no place, or a parameter has no tensor; all of them are named.
+            ValueError: a tensor has the wrong shape or no place, or a parameter has no tensor; all of them are named. Or
+            one of the tower is not finite.
         """
         try:
             loaded = AutoWeightsLoader(self.model).load_weights(self._tied(self._matched(self.padding.pad(weights))))
@@ -210,7 +211,7 @@ class SALMLoader:
             raise ValueError(f"tensor {self._current} does not fit the model: {error}") from error
         wanted = {name for name, _ in self.model.named_parameters()}
         wanted |= {name for name in self._places if name.startswith("perception.")}
-        missing = sorted(name for name in wanted - loaded if not name.endswith(_OPTIONAL_BUFFERS))
+        missing = sorted(name for name in wanted - loaded if not name.endswith(OPTIONAL_BUFFERS))
         missing += sorted(self._experts.missing)
         problems = []
         if self._unmatched:
@@ -238,6 +239,8 @@ class SALMLoader:
             if experts := self._experts.take(original, place, tensor):
                 yield from experts
             elif place in self._places or place.startswith(self._unseen):
+                if name.startswith("perception.") and not tensor.isfinite().all():
+                    raise ValueError(f"tensor {original} holds NaN or infinity. Export weights that did not diverge.")
                 yield name, tensor  # the backbone's loader applies its own rules
             else:
                 self._unmatched.append(original)
