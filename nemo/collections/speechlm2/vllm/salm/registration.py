@@ -13,7 +13,6 @@ from nemo.collections.speechlm2.vllm.salm.config import NeMoSpeechLMConfig
 _PACKAGE = __name__.rpartition(".")[0]
 TARGET = "NeMoSpeechLMForConditionalGeneration"
 DRAFT = "NeMoSpeechLMMTPModel"
-_SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors")
 
 
 def register() -> None:
@@ -42,9 +41,8 @@ def register_models() -> None:
 
 
 def register_config_updates() -> None:
-    """Check the weights' headers before anything is allocated, and adjust the engine's config to a hybrid backbone.
-
-    That is its SSM cache dtype, by vLLM's own rule, and the CPU's limits.
+    """Let no pickle near the model, check the weights' headers before anything is allocated, and adjust the engine's
+    config to a hybrid backbone: its SSM cache dtype, by vLLM's own rule, and the CPU's limits.
     """
     from vllm.model_executor.models import config as model_configs
     from vllm.platforms import current_platform
@@ -55,6 +53,7 @@ def register_config_updates() -> None:
         @classmethod
         def verify_and_update_config(cls, vllm_config) -> None:
             config = vllm_config.model_config.hf_config
+            refuse_pickles(vllm_config.load_config)
             check_weights(vllm_config)
             if config.is_hybrid:
                 cls.update_mamba_ssm_cache_dtype(cache_config=vllm_config.cache_config, hf_config=config.text_config)
@@ -66,6 +65,21 @@ def register_config_updates() -> None:
     model_configs.MODELS_CONFIG_MAP.setdefault(TARGET, SALMConfigUpdate)
 
 
+def refuse_pickles(load_config) -> None:
+    """Keep vLLM from pickled weights, which it takes where it finds no safetensors, and which can run code.
+
+    Raises:
+        ValueError: ``--load-format`` asks for them.
+    """
+    if load_config.load_format in ("pt", "npcache"):
+        raise ValueError(
+            f"load_format is {load_config.load_format!r}, of pickled weights; a SALM's must be safetensors. "
+            "Convert them, and leave out --load-format."
+        )
+    if load_config.load_format in ("auto", "hf"):
+        load_config.load_format = "safetensors"
+
+
 def check_weights(vllm_config) -> None:
     """Refuse a checkpoint in a folder whose weights do not fit its config; one on the hub is checked while it loads.
 
@@ -73,7 +87,7 @@ def check_weights(vllm_config) -> None:
         ValueError: with all problems.
     """
     folder, speculation = Path(vllm_config.model_config.model), vllm_config.speculative_config
-    if vllm_config.load_config.load_format in _SAFETENSORS_FORMATS and folder.is_dir():
+    if "safetensors" in vllm_config.load_config.load_format and folder.is_dir():
         from nemo.collections.speechlm2.vllm.salm.inspection import require_servable
 
         drafting = speculation is not None and speculation.method == "mtp"
