@@ -25,9 +25,11 @@ from vllm.model_executor.models.interfaces import (
 )
 from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
 
+from nemo.collections.speechlm2.vllm.salm import perception
 from nemo.collections.speechlm2.vllm.salm.config import NUM_EXTRA_ROWS, NeMoSpeechLMConfig
 from nemo.collections.speechlm2.vllm.salm.model import NeMoSpeechLMForConditionalGeneration as Target
 from nemo.collections.speechlm2.vllm.salm.model import fuse_embeddings
+from nemo.collections.speechlm2.vllm.salm.perception import MAX_SECONDS_PER_PASS
 
 ROWS = VOCAB_SIZE + 1  # in the checkpoint
 TABLE = VOCAB_SIZE + NUM_EXTRA_ROWS  # in the engine
@@ -156,14 +158,82 @@ def test_no_audio_is_nothing(model):
     assert len(model.embed_multimodal()) == 0
 
 
-def test_chunks_are_encoded_apart(tmp_path, build_model):
-    config = {**salm_config("qwen3"), "encoder_chunk_size_seconds": 1.0}
-    model = build_model(build_checkpoint(tmp_path, "qwen3", config), dtype="float32")
-    audio = torch.from_numpy(noise(40_100))
+@pytest.fixture(scope="module")
+def chunked(tmp_path_factory, build_model):
+    """A function: the model whose tower was trained on chunks of some seconds."""
+    folder = build_checkpoint(tmp_path_factory.mktemp("chunked"), "qwen3")
+    model = build_model(folder, dtype="float32")
+
+    def with_chunks(seconds):
+        model.config.encoder_chunk_size_seconds = seconds
+        return model
+
+    return with_chunks
+
+
+def test_chunks_are_encoded_apart(chunked):
+    model, audio = chunked(1.0), torch.from_numpy(noise(40_100))
     (rows,) = model.embed_multimodal(audio=[audio])
     pieces = model.embed_multimodal(audio=list(audio.split(16_000)))
     assert len(rows) == model.config.num_audio_tokens(len(audio))
     torch.testing.assert_close(rows, torch.cat(pieces), rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_every_length_around_a_chunk_border_has_its_count(chunked):
+    """The placeholders are as many as the tower emits for the pieces, each encoded alone."""
+    model, size, hop = chunked(0.5), 8_000, 160
+    emitted: dict[int, int] = {}
+    for count in (1, 2, 5):
+        for length in range(count * size - 2 * hop, count * size + 3 * hop + 1):
+            pieces = model.config.audio_chunks(length)
+            assert sum(pieces) == length
+            assert all(piece >= 320 for piece in pieces)
+            for piece in pieces:
+                if piece not in emitted:
+                    rows, lengths = model.perception(torch.from_numpy(noise(piece))[None], torch.tensor([piece]))
+                    assert rows.shape[1] == int(lengths)
+                    emitted[piece] = rows.shape[1]
+            assert model.config.num_audio_tokens(length) == sum(emitted[piece] for piece in pieces), length
+    lengths = [count * size + beyond for count in (1, 2, 5) for beyond in (-161, -1, 0, 159, 319, 320, 321, 479)]
+    rows = model.embed_multimodal(audio=[torch.from_numpy(noise(length)) for length in lengths])
+    assert [len(embeddings) for embeddings in rows] == [model.config.num_audio_tokens(length) for length in lengths]
+
+
+def passes(model, audios):
+    """What ``embed_multimodal`` gives, and the (clips, samples) of each pass of the tower."""
+    shapes = []
+    hook = model.perception.register_forward_hook(lambda module, inputs, output: shapes.append(inputs[0].shape))
+    try:
+        return model.embed_multimodal(audio=audios), shapes
+    finally:
+        hook.remove()
+
+
+@torch.inference_mode()
+def test_an_hour_is_encoded_in_bounded_memory(chunked):
+    model, size = chunked(30.0), 30 * 16_000
+    audio = torch.from_numpy(noise(3_600 * 16_000 + 5_000))
+    (rows,), shapes = passes(model, [audio])
+    assert len(rows) == model.config.num_audio_tokens(len(audio)) == 120 * 375 + 4
+    assert max(shape.numel() for shape in shapes) <= MAX_SECONDS_PER_PASS * 16_000
+    assert sum(clips for clips, _ in shapes) == 121
+    for chunk in (0, 57, 119):
+        (alone,) = model.embed_multimodal(audio=[audio[chunk * size : (chunk + 1) * size]])
+        torch.testing.assert_close(rows[chunk * 375 : (chunk + 1) * 375], alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rows[-4:], model.embed_multimodal(audio=[audio[-5_000:]])[0], rtol=0, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_many_audios_are_encoded_in_bounded_memory(chunked, monkeypatch):
+    """Grouped by length; longer ones than the bound alone; and the results are in the order of the audios."""
+    monkeypatch.setattr(perception, "MAX_SECONDS_PER_PASS", 1)
+    model = chunked(None)
+    audios = [torch.from_numpy(noise(n, seed=n)) for n in (40_000, 320, 9_000, 8_000, 400, 7_900, 20_000)]
+    together, shapes = passes(model, audios)
+    assert [tuple(shape) for shape in shapes] == [(2, 400), (2, 8_000), (1, 9_000), (1, 20_000), (1, 40_000)]
+    for audio, rows in zip(audios, together, strict=True):
+        torch.testing.assert_close(rows, model.embed_multimodal(audio=[audio])[0], rtol=0, atol=1e-5)
 
 
 # --- logits
@@ -201,7 +271,5 @@ def test_tower_has_the_models_type_and_mels_stay_float32(checkpoint, build_model
     assert model.perception.preprocessor.fb.dtype == model.perception.preprocessor.window.dtype == torch.float32
     (rows,) = model.embed_multimodal(audio=[torch.from_numpy(noise(16_000))])
     assert rows.dtype == torch.bfloat16
-    mixers = [m for name, m in model.language_model.named_modules() if name.endswith("layers.0.mixer")]
-    assert mixers[0].A.dtype == torch.float32
     assert not model.training
     assert not model.perception.training

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import pytest
+from random_checkpoints import salm_config
 from transformers import AutoConfig
 from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
@@ -50,13 +51,23 @@ def test_registering_again_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("backbone", "given", "expected"),
-    [("nemotron_h", "auto", "float32"), ("nemotron_h", "bfloat16", "bfloat16"), ("qwen3", "auto", "auto")],
+    ("backbone", "given", "named", "expected"),
+    [
+        ("nemotron_h", "auto", None, "float32"),
+        ("nemotron_h", "auto", "float32", "float32"),
+        ("nemotron_h", "auto", "bfloat16", "bfloat16"),
+        ("nemotron_h", "auto", "auto", "auto"),  # the model's dtype
+        ("nemotron_h", "bfloat16", "float32", "bfloat16"),
+        ("qwen3", "auto", None, "auto"),
+    ],
 )
-def test_ssm_cache_follows_the_backbone(checkpoint, backbone, given, expected):
-    config = AutoConfig.from_pretrained(checkpoint(backbone))
+def test_ssm_cache_follows_the_backbone(checkpoint, backbone, given, named, expected):
+    """What the user asks for, else what the backbone's config names, else float32."""
+    fields = salm_config(backbone)
+    if named:
+        fields["llm_config"]["mamba_ssm_cache_dtype"] = named
     cache = SimpleNamespace(mamba_ssm_cache_dtype=given, enable_prefix_caching=True)
-    model = SimpleNamespace(hf_config=config, model=str(checkpoint(backbone)))
+    model = SimpleNamespace(hf_config=NeMoSpeechLMConfig(**fields), model=str(checkpoint(backbone)))
     load = SimpleNamespace(load_format="auto")
     MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(
         SimpleNamespace(model_config=model, load_config=load, cache_config=cache, speculative_config=None)

@@ -193,6 +193,45 @@ def test_automodels_float32_holders_and_extra_states(models):
     torch.testing.assert_close(mixer.A.flatten(), expected)
 
 
+FLOAT32 = ("A_log", "dt_bias", "D", "e_score_correction_bias")
+
+
+def in_bfloat16(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The checkpoint in bfloat16, but for values that it cannot hold, in Automodel's float32 holders."""
+    stored = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in tensors.items():
+        parent, _, kind = name.rpartition(".")
+        if kind in FLOAT32:
+            del stored[name]
+            holder = parent if kind == "e_score_correction_bias" else f"{parent}._fp32_params"
+            values = torch.rand(tensor.shape, generator=generator) + 0.5
+            assert not torch.equal(values, values.bfloat16().float())
+            stored[f"{holder}.{kind}"] = values
+    return stored
+
+
+def test_what_a_bfloat16_cannot_hold_stays_float32(checkpoint, build_model):
+    model = build_model(checkpoint("nemotron_moe"), load=False, dtype="bfloat16")
+    stored = in_bfloat16(build_tensors("nemotron_moe"))
+    reload(model, stored)
+    layers, name = model.language_model.model.layers, "llm.model.layers.0.mixer._fp32_params"
+    assert torch.equal(layers[0].mixer.D, stored[f"{name}.D"])
+    assert torch.equal(layers[0].mixer.dt_bias, stored[f"{name}.dt_bias"])
+    assert torch.equal(layers[0].mixer.A, -stored[f"{name}.A_log"].exp())
+    for number in (1, 3):
+        bias = f"llm.model.layers.{number}.mixer.gate.e_score_correction_bias"
+        assert torch.equal(layers[number].mixer.gate.e_score_correction_bias, stored[bias])
+    assert layers[0].mixer.in_proj.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("triton", torch.float32), ("flashinfer", torch.bfloat16)])
+def test_flashinfer_wants_the_dtype_of_the_activations(checkpoint, build_model, backend, dtype):
+    model = build_model(checkpoint(), load=False, dtype="bfloat16", mamba_backend=backend)
+    mixer = model.language_model.model.layers[0].mixer
+    assert (mixer.D.dtype, mixer.dt_bias.dtype, mixer.A.dtype) == (dtype, dtype, torch.float32)
+
+
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -36,9 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{options.checkpoint} is no folder, and not downloaded; try: hf download {options.checkpoint}"
             )
 
-    from nemo.collections.speechlm2.vllm.salm.inspection import inspect_checkpoint
+    with contextlib.redirect_stdout(sys.stderr):  # vLLM's log
+        from nemo.collections.speechlm2.vllm.salm.inspection import inspect_checkpoint
 
-    report = inspect_checkpoint(folder, options.values).to_dict()
+        report = inspect_checkpoint(folder, options.values).to_dict()
     print(json.dumps(report, indent=2) if options.json else _text(report))
     return 0 if report["serves"] else 1
 

@@ -88,7 +88,7 @@ class NeMoSpeechLMConfig(PretrainedConfig):
         if not isinstance(audio_locator_tag, str) or not audio_locator_tag.strip():
             problems.append(f"audio_locator_tag is {audio_locator_tag!r}; expected a token such as '<|audio|>'.")
         backbone = attempt(_find_backbone, llm_config, pretrained_llm, checkpoint)
-        self.text_config = None if backbone is None else attempt(_parse_backbone, backbone)
+        self.text_config: Any = None if backbone is None else attempt(_parse_backbone, backbone)
         self.mtp_config = None if backbone is None else attempt(MTPConfig.from_dicts, mtp, backbone)
         self.lora = None if lora is None else attempt(LoRAConfig.from_dict, lora)
         if self.perception_config is not None:

@@ -238,7 +238,10 @@ class _Experts:
             down = rest.startswith("down")
             parts = [name for name in self.shapes if (name == "down_proj") is down]
             out, inner = self.shapes[parts[0]]
-            shapes = [(self.count, len(parts) * out, inner), (self.count, inner, len(parts) * out)]
+            shapes: list[tuple[int, ...]] = [
+                (self.count, len(parts) * out, inner),
+                (self.count, inner, len(parts) * out),
+            ]
             return [name for name in self.names if name.split(".")[1] in parts], shapes
         projection = rest.removesuffix(".weight").partition(".")[2]
         return ([rest], [self.shapes[projection]]) if rest in self.names else None
@@ -453,7 +456,7 @@ class _Comparison:
         for (kind, mtp), names in self.wrong.items():
             head = " of the MTP head" if mtp else ""
             cure = _DESCRIBES if not mtp else f"{_DESCRIBES} Or set mtp.enabled to false to serve without a draft."
-            report.problem(_KINDS[kind].format(n=len(names), head=head, names=_names(dict.fromkeys(names))), cure, mtp)
+            report.problem(_KINDS[kind].format(head=head, names=_names(dict.fromkeys(names))), cure, mtp)
         if len(set(self.rows.values())) > 1:
             report.problem(
                 f"the embedding table has {self.rows[EMBEDDING]} rows and the head (lm_head) {self.rows[HEAD]}.",
@@ -514,12 +517,12 @@ class _Comparison:
 
 _PARTS = {"perception.": TOWER, "language_model.": BACKBONE, "llm.mtp.": MTP}
 _KINDS = {
-    "missing": "{n} tensors{head} are missing: {names}.",
-    "stray": "{n} tensors fit nothing in the model{head}: {names}.",
-    "stray head": "{n} tensors are of further MTP heads than the one that vLLM executes again for each token: {names}.",
-    "shape": "{n} tensors{head} have another shape: {names}.",
-    "dtype": "{n} tensors{head} are of a type that is no weight's (expected F32, BF16, F16 or F64): {names}.",
-    "double": "{n} parameters{head} have several tensors each: {names}.",
+    "missing": "tensors{head} are missing: {names}.",
+    "stray": "tensors fit nothing in the model{head}: {names}.",
+    "stray head": "tensors are of further MTP heads than the one that vLLM executes again for each token: {names}.",
+    "shape": "tensors{head} have another shape: {names}.",
+    "dtype": "tensors{head} are of a type that no weight has (accepted: F32, BF16, F16, F64): {names}.",
+    "double": "parameters{head} have several tensors each: {names}.",
     "lora": "{names}",
 }
 
@@ -542,7 +545,7 @@ def check_weights(folder: Path, config: NeMoSpeechLMConfig, report: Report) -> d
     weights = headers
     if config.lora is None and (adapters := [name for name in headers if is_adapter(name)]):
         report.problem(
-            f"{len(adapters)} tensors are LoRA adapters', but config.json has no lora: {_names(adapters)}.",
+            f"tensors are LoRA adapters', but config.json has no lora: {_names(adapters)}.",
             "Add lora with its r and lora_alpha, or merge before the export.",
         )
         weights = {name.replace(".base_layer.", "."): headers[name] for name in headers.keys() - set(adapters)}
@@ -613,6 +616,4 @@ def _check_values(folder: Path, headers: Mapping[str, Header], report: Report) -
                 if header.path == path and name.startswith("perception.") and not file.get_tensor(name).isfinite().all()
             ]
     if bad:
-        report.problem(
-            f"{len(bad)} tensors hold NaN or infinity: {_names(bad)}.", "Export a checkpoint that did not diverge."
-        )
+        report.problem(f"tensors hold NaN or infinity: {_names(bad)}.", "Export a checkpoint that did not diverge.")

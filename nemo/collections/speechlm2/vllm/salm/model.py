@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers.initialization import no_init_weights
 from vllm.config import VllmConfig
+from vllm.config.mamba import MambaBackendEnum
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.models.interfaces import (
     HasInnerState,
     IsHybrid,
@@ -73,6 +74,18 @@ def fuse_embeddings(
     return _merge_multimodal_embeddings(embeddings, multimodal_embeddings, is_multimodal)
 
 
+def keep_float32(backbone: nn.Module) -> None:
+    """Give Mamba2's ``D`` and ``dt_bias`` (heads,) float32 parameters, whatever the model's dtype.
+
+    Checkpoints hold them so, for what a bfloat16 rounds off is multiplied along the whole sequence. ``A`` and the
+    correction bias of a MoE are float32 in vLLM already.
+    """
+    for module in backbone.modules():
+        if isinstance(module, MambaMixer2):
+            for parameter in (module.D, module.dt_bias):
+                parameter.data = parameter.data.float()
+
+
 @MULTIMODAL_REGISTRY.register_processor(SALMProcessor, info=SALMProcessingInfo, dummy_inputs=SALMDummyInputsBuilder)
 class NeMoSpeechLMForConditionalGeneration(
     nn.Module, SupportsMultiModal, SupportsPP, HasInnerState, IsHybrid, SupportsMambaPrefixCaching
@@ -99,6 +112,9 @@ class NeMoSpeechLMForConditionalGeneration(
             self.language_model = init_vllm_registered_model(
                 vllm_config, hf_config=config.text_config, prefix=maybe_prefix(prefix, "language_model")
             )
+        # FlashInfer's kernel alone wants them in the dtype of the activations, as vLLM allocates them.
+        if vllm_config.mamba_config.backend != MambaBackendEnum.FLASHINFER:
+            keep_float32(self.language_model)
         self.padding = VocabularyPadding(config.text_config.vocab_size)
         self.make_empty_intermediate_tensors = self.language_model.make_empty_intermediate_tensors
 
@@ -123,7 +139,7 @@ class NeMoSpeechLMForConditionalGeneration(
     def embed_multimodal(
         self, audio: list[torch.Tensor] | torch.Tensor | None = None, **_: Any
     ) -> MultiModalEmbeddings:
-        """Encode a batch of audios in one pass of the tower.
+        """Encode a batch of audios, each cut into the chunks that the tower was trained on.
 
         Args:
             audio: per audio (samples,) float32 at the tower's rate.
@@ -135,12 +151,8 @@ class NeMoSpeechLMForConditionalGeneration(
             return []
         chunks = [self.config.audio_chunks(len(samples)) for samples in audio]
         pieces = [piece for samples, sizes in zip(audio, chunks, strict=True) for piece in samples.split(sizes)]
-        lengths = torch.tensor([len(piece) for piece in pieces], device=pieces[0].device)
-        embeddings, _ = self.perception(pad_sequence(pieces, batch_first=True), lengths)
-        # Counted on the host, which so waits for no device.
-        count = self.config.perception_config.num_tokens
-        valid = iter([rows[: count(len(piece))] for rows, piece in zip(embeddings, pieces, strict=True)])
-        return tuple(torch.cat([next(valid) for _ in sizes]) for sizes in chunks)
+        encoded = iter(self.perception.encode_clips(pieces))
+        return tuple(torch.cat([next(encoded) for _ in sizes]) for sizes in chunks)
 
     def embed_input_ids(
         self,

@@ -202,8 +202,8 @@ class SALMLoader:
         """Load a plain export's (name, tensor) pairs in any order; return the names of what was loaded.
 
         Raises:
-            ValueError: a tensor has the wrong shape or no place, or a parameter has no tensor, all of them named; or a
-                tensor of the tower is not finite.
+            ValueError: a tensor has the wrong shape or no place, or a parameter has no tensor; all of them are named.
+                Or a tensor of the tower holds NaN or infinity.
         """
         try:
             loaded = AutoWeightsLoader(self.model).load_weights(self._tied(self._matched(self.padding.pad(weights))))
