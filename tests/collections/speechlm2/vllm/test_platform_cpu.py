@@ -84,11 +84,13 @@ def test_state_walks_only_over_what_stands():
         starts = ints([0, *torch.tensor(lengths).cumsum(0).tolist()])
         x, dt = torch.randn(total, heads, size), torch.randn(total, heads, 1).expand(-1, -1, size)
         B, C = torch.randn(total, groups, width), torch.randn(total, groups, width)
-        out = torch.full_like(x, torch.nan)
+        out, unused = torch.full_like(x, torch.nan), torch.cat([SLOTS[i, n:] for i, n in enumerate(lengths)])
+        kept = state[unused].clone()
         platform_cpu.speculative_state_update(
             state, x, dt, A, B, C, D, dt_bias, dt_softplus=True,
             state_batch_indices=SLOTS, num_accepted_tokens=ints(accepted), cu_seqlens=starts, out=out,
         )  # fmt: skip
+        assert torch.equal(state[unused], kept)
         for i, (first, last) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
             part = slice(first, last)
             expected, states = walk(now[i], x[part], dt[part], A, B[part], C[part], D, dt_bias)
@@ -141,18 +143,34 @@ def test_right_updates_are_left_alone(monkeypatch):
     assert mamba_mixer2.selective_state_update is state_update
 
 
-def test_installing_again_changes_nothing(monkeypatch):
+@pytest.fixture
+def stock(monkeypatch):
+    """vLLM's own updates and sampling in their places; restored afterwards, whatever an engine here has installed."""
     from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
 
-    # Restored afterwards, whatever an engine in this process has installed.
     monkeypatch.setattr(mamba_mixer2, "_honours_accepted_drafts", False, raising=False)
-    monkeypatch.setattr(mamba_mixer2, "causal_conv1d_update", causal_conv1d_update_cpu)
-    monkeypatch.setattr(mamba_mixer2, "selective_state_update", selective_state_update)
+    places = {
+        (mamba_mixer2, "causal_conv1d_update"): causal_conv1d_update_cpu,
+        (mamba_mixer2, "selective_state_update"): selective_state_update,
+        (rejection_sampler, "expand_batch_to_tokens"): expand_batch_to_tokens,
+        (topk_topp_sampler, "apply_top_k_only"): apply_top_k_only,
+    }
+    for (module, name), function in places.items():
+        monkeypatch.setattr(module, name, function)
+    return places
+
+
+def test_wrong_ones_are_replaced_once(stock):
     platform_cpu.install()
-    once = mamba_mixer2.causal_conv1d_update, mamba_mixer2.selective_state_update
-    assert once != (causal_conv1d_update_cpu, selective_state_update)
+    once = {place: getattr(*place) for place in stock}
+    assert all(once[place] is not function for place, function in stock.items())
+    expand, top_k = list(once.values())[2:]
+    assert platform_cpu.expansion_is_right(expand)
+    assert platform_cpu.top_k_is_right(top_k)
     platform_cpu.install()
-    assert once == (mamba_mixer2.causal_conv1d_update, mamba_mixer2.selective_state_update)
+    assert once == {place: getattr(*place) for place in stock}
 
 
 def test_prefix_caching_is_turned_off():
