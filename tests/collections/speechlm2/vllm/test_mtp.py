@@ -186,8 +186,8 @@ def build_draft(tmp_path_factory) -> Iterator:
 
     def build(backbone: str = "nemotron_h", pattern: str = "*", tables: bool = False) -> NeMoSpeechLMMTP:
         if (backbone, pattern) not in folders:
-            folder = tmp_path_factory.mktemp("draft")
-            folders[backbone, pattern] = build_checkpoint(folder, backbone, salm_config(backbone, pattern))
+            config, tensors = salm_config(backbone, pattern), build_tensors(backbone, pattern=pattern)
+            folders[backbone, pattern] = build_checkpoint(tmp_path_factory.mktemp("draft"), backbone, config, tensors)
         folder = folders[backbone, pattern]
         speculation = {"method": "mtp", "num_speculative_tokens": 3}
         args = EngineArgs(model=str(folder), enforce_eager=True, max_model_len=256, speculative_config=speculation)
