@@ -25,6 +25,7 @@ def worker(pipe, checkpoint: str, dtype: str, audio: list[Path], largest: int, d
     """An engine that transcribes all audio in batches of the size that each message asks for, at most ``largest``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; on a CPU vLLM would take all memory for one engine
     from vllm import LLM, SamplingParams
 
     speculation = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None
@@ -59,6 +60,7 @@ class Engine:
         self.pipe, theirs = spawn.Pipe()
         self.process = spawn.Process(target=worker, args=(theirs, *args))
         self.process.start()
+        theirs.close()  # so that reading from a worker that died raises EOFError
         self.pipe.recv()
 
     def run(self, batch: int) -> dict:

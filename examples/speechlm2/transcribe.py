@@ -40,6 +40,7 @@ def read_manifest(path: Path) -> list[Utterance]:
 def load_engine(checkpoint: str, dtype: str = "auto", max_model_len: int | None = None) -> LLM:
     """vLLM with the checkpoint in it. vLLM finds the plugin by itself, as an installed package's entry point."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; on a CPU vLLM would take much of the memory
     from vllm import LLM  # here, because it takes seconds and reads the environment
 
     return LLM(

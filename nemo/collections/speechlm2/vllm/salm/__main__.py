@@ -56,7 +56,8 @@ def _text(report: dict[str, Any]) -> str:
     for problem in report["problems"]:
         draft = " (only with a draft)" if problem["draft_only"] else ""
         lines.append(f"PROBLEM{draft}: {problem['what']}\n    {problem['cure']}".rstrip())
-    lines.append("will serve" if report["serves"] else f"{len(report['problems'])} problems")
+    count = len(report["problems"])
+    lines.append(f"{count} problem{'s' * (count > 1)}" if count else "will serve")
     return "\n".join(lines)
 
 
